@@ -1,0 +1,1 @@
+"""A complete training job, small enough to read: what `ckptengine demo` runs."""

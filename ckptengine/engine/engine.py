@@ -1,0 +1,566 @@
+"""The engine: the order in which the parts are called, and what is told to whom. No I/O of its own."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .. import config, events, save_job
+from ..config import Keep
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StateError,
+    StoreError,
+)
+from ..format.manifest import Manifest
+from ..persist.pool import Job, Pool, SharedMemory
+from ..plan.plan import Plan, make_plan
+from ..repository import Repository, next_attempt
+from ..restore.choose import in_order
+from ..restore.locate import records
+from ..restore.read import read_tensors
+from ..snapshot.arena import Arena
+from ..snapshot.capture import capture
+from ..state.assign import Assignment
+from ..state.collect import Collected, collect
+from ..store.ownership import Ownership, await_orphan
+from ..types import CheckpointId, CheckpointInfo, Durability
+from .blob import PlanMemory
+from .handle import SaveHandle
+from .slots import Slots
+
+_log = logging.getLogger("ckptengine")
+_MEASURED = 8  # saves that an estimate looks back on
+
+
+class Engine:
+    """Saves and restores the state of a training loop in the directory `root`.
+
+    `keep`: a number (that many of the newest), a `Keep`, or None for all. `verify`: whether a
+    restore checks checksums. `on_busy`: what a save does while all memory for snapshots is still
+    being written: "wait", "skip" (said on the handle) or "error" (StoreError). `timeout`: seconds
+    without progress after which a wait gives up. `host_memory_limit`: bytes of host memory for
+    snapshots; the default is up to twice the state.
+
+    A context manager; `close` waits for what is pending. Not usable in a forked child. Raises
+    ConfigError for wrong arguments; the directory is made, and claimed, by the first save.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: int | Keep | None = None,
+        verify: bool = True,
+        on_busy: str = "wait",
+        timeout: float = 300.0,
+        host_memory_limit: int | None = None,
+    ) -> None:
+        self.root = config.local_root(root)
+        self.timeout = float(config.positive("timeout", timeout))
+        self._keep = config.keep_policy(keep)
+        self._verify = verify
+        self._on_busy = config.one_of("on_busy", on_busy, ("wait", "skip", "error"))
+        if host_memory_limit is not None:
+            config.positive("host_memory_limit", host_memory_limit)
+        self._repository = Repository(self.root)
+        self._slots = Slots(host_memory_limit)
+        self._pool = Pool(save_job.__name__)
+        self._plan: Plan | None = None
+        self._plan_memory: PlanMemory | None = None
+        self._ownership: Ownership | None = None
+        self._taken: set[CheckpointId] = set()
+        self._sweep: list[str] = []
+        self._restored: CheckpointId | None = None
+        self._pending: list[SaveHandle] = []
+        self._ended: collections.deque[SaveHandle] = collections.deque()
+        self._listeners: list[Callable[[events.Event], None]] = []
+        self._measured: collections.deque[dict[str, float]] = collections.deque(maxlen=_MEASURED)
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+        _open.add(self)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            if kind is None:
+                raise
+            _log.exception("a pending save failed while another error was on its way")
+
+    # -- saving --------------------------------------------------------------------------------------
+
+    def save_async(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        user: Any = None,
+        metrics: Mapping[str, float] | None = None,
+        on_commit: Callable[[CheckpointInfo], None] | None = None,
+        candidate: bool = False,
+    ) -> SaveHandle:
+        """Captures `state` as it is now and returns; it is written and committed in the background.
+
+        `step=None` is one more than the newest step known here; a step that was saved before gets a
+        new attempt. `user`: JSON to keep with it. `metrics`: numbers for `Keep(best=...)`.
+        `on_commit(info)` is called once, on the caller's thread, in the first engine call after the
+        commit. A `candidate` is committed but never restored unless asked for by step.
+
+        Raises StateError (what cannot be stored, by key, before anything is written), ConflictError
+        (another live run owns the directory), StoreError, ConfigError, and whatever made an earlier
+        save fail if nobody has been told.
+        """
+        begun = time.monotonic()
+        with self._lock:
+            self._enter()
+            number = None if step is None else config.checked_step(step)
+            kept_user, kept_metrics = config.checked_user(user), config.checked_metrics(metrics)
+            collected = collect(state)
+            collected_at = time.monotonic()
+            plan = self._planned(collected)
+            planned_at = time.monotonic()
+            self._claim()
+            if number is None:
+                number = max((c.step for c in self._taken), default=-1) + 1
+            checkpoint = next_attempt(self._taken, number)
+            handle = SaveHandle(
+                self, checkpoint, self._repository.path(checkpoint), begun, on_commit
+            )
+            arena = self._arena(plan.layout.nbytes)
+            if arena is None:
+                handle.skipped = "all memory for snapshots is still being written"
+                _log.warning("Skipped the checkpoint of step %d: %s", number, handle.skipped)
+                self._emit(events.SaveSkipped(number, handle.skipped))
+                return handle
+            free_at = time.monotonic()
+            self._taken.add(checkpoint)
+            _log.info("Scheduling async checkpoint save at step %d to %s", number, handle.path)
+            request = save_job.save_request(
+                root=self.root,
+                checkpoint=checkpoint,
+                created=time.time(),
+                values=collected.values,
+                user=kept_user,
+                metrics=kept_metrics,
+                candidate=candidate,
+                keep=self._keep,
+                protect=[c for c in (self._restored,) if c is not None],
+                sweep=self._sweep,
+            )
+            self._sweep = []
+            self._capture(handle, arena, plan, collected, request, candidate)
+            now = time.monotonic()
+            handle.timings.update(
+                collect=collected_at - begun,
+                plan=planned_at - collected_at,
+                busy=free_at - planned_at,
+                capture=now - free_at,
+                stall=now - begun,
+            )
+            self._emit(events.SaveScheduled(number, handle.path, now - begun))
+            return handle
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        until: Durability = Durability.PERSISTED,
+        user: Any = None,
+        metrics: Mapping[str, float] | None = None,
+        on_commit: Callable[[CheckpointInfo], None] | None = None,
+        candidate: bool = False,
+    ) -> CheckpointInfo:
+        """`save_async`, then waits until the save is as durable as `until`."""
+        handle = self.save_async(
+            state, step, user=user, metrics=metrics, on_commit=on_commit, candidate=candidate
+        )
+        return handle.wait(until)
+
+    # -- restoring -----------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> CheckpointInfo | None:
+        """Fills `state` from the newest good checkpoint, or from that of `step`.
+
+        Modules, optimizers, tensors and whatever has `load_state_dict` are filled in place; plain
+        values are put into the mapping. Returns None on a fresh run: a directory without
+        checkpoints. `strict`: whether keys without a counterpart are an error. `cast`: whether a
+        tensor of another dtype is converted instead of refused.
+
+        A checkpoint that does not verify is passed over, loudly, for the next older one, unless
+        `step` asks for it. Raises StateError (does not fit; nothing was touched), NotFoundError (no
+        such step), CorruptError or IncompleteError (nothing there verifies: never a fresh run),
+        StoreError (cannot be read). After a CorruptError the state may be partly filled.
+        """
+        begun = time.monotonic()
+        with self._lock:
+            self._enter()
+            for handle in list(self._pending):
+                handle.join()
+            self._enter()
+            if not isinstance(state, MutableMapping):
+                raise StateError(
+                    f"a state to fill is a mutable mapping, not {type(state).__qualname__}"
+                )
+            wanted = None if step is None else config.checked_step(step)
+            await_orphan(self.root, self.timeout)
+            found = records(self._repository)
+            if not found and wanted is None:
+                _log.info("No checkpoint in %s: a fresh run", self.root)
+                return None
+            info = self._restore_first(state, found, wanted, strict, cast)
+            if info is not None:
+                seconds = time.monotonic() - begun
+                _log.info(
+                    "Restored step %d from %s: %d bytes in %.2f s",
+                    info.step,
+                    info.path,
+                    info.nbytes,
+                    seconds,
+                )
+                self._emit(events.Restored(info, seconds))
+            return info
+
+    def _restore_first(
+        self,
+        state: MutableMapping[str, Any],
+        found: Mapping[CheckpointId, Manifest | Exception],
+        step: int | None,
+        strict: bool,
+        cast: bool,
+    ) -> CheckpointInfo | None:
+        passed_over: list[str] = []
+        order = in_order(found, step)
+        for checkpoint in order:
+            try:
+                info = self._restore_one(state, checkpoint, found[checkpoint], strict, cast)
+            except (CorruptError, IncompleteError, NotFoundError) as error:
+                passed_over.append(f"{checkpoint.name}: {error}")
+                if step is not None and checkpoint == order[-1]:
+                    raise
+                _log.error("Passed over %s, which cannot be restored: %s", checkpoint.name, error)
+                continue
+            report = replace(info.report, fallen_back_from=tuple(passed_over))
+            self._restored = checkpoint
+            return replace(info, report=report)
+        if not passed_over:
+            _log.warning("Only candidates in %s: a fresh run. Name one by its step", self.root)
+            return None
+        raise CorruptError(
+            f"{self.root}: no checkpoint there can be restored, and a run with checkpoints does not "
+            "start fresh by itself: move them away, or give the run another directory",
+            passed_over,
+        )
+
+    def _restore_one(
+        self,
+        state: MutableMapping[str, Any],
+        checkpoint: CheckpointId,
+        record: Manifest | Exception,
+        strict: bool,
+        cast: bool,
+    ) -> CheckpointInfo:
+        if isinstance(record, Exception):
+            raise record
+        path = self._repository.path(checkpoint)
+        if record.world_size != 1:
+            raise ConfigError(
+                f"{path}: written by {record.world_size} ranks; this release restores those of one"
+            )
+        with self._repository.hold(checkpoint):
+            index = self._repository.index(checkpoint, record, 0)
+            assignment = Assignment(
+                state, index.tree, index.tensors, index.values, strict=strict, cast=cast
+            )
+            assignment.allocate()
+            nbytes = read_tensors(path, record, index, assignment.fills, verify=self._verify)
+            assignment.finish()
+        return replace(record.info(path), sources={"local": nbytes}, report=assignment.report)
+
+    # -- looking -------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps of all committed good checkpoints, ascending."""
+        return sorted({record.step for record in self._good()})
+
+    def latest(self, *, at_least: Durability = Durability.PERSISTED) -> CheckpointInfo | None:
+        """The newest committed good checkpoint, or None where no tier has one that durable."""
+        if at_least > Durability.PERSISTED:
+            return None
+        newest = max(self._good(), key=lambda record: record.id, default=None)
+        return newest.info(self._repository.path(newest.id)) if newest else None
+
+    def pending(self) -> Sequence[SaveHandle]:
+        """The saves on their way, oldest first."""
+        return [handle for handle in list(self._pending) if not handle.done()]
+
+    def estimate(self) -> dict[Durability, float]:
+        """Seconds that a save is expected to take from the call to each durability, as the slowest
+        of the last saves took them; empty before the first one is committed."""
+        measured = list(self._measured)
+        if not measured:
+            return {}
+        return {
+            Durability.CAPTURED: max(timings["stall"] for timings in measured),
+            Durability.PERSISTED: max(timings["durable"] for timings in measured),
+        }
+
+    def add_listener(self, listener: Callable[[events.Event], None]) -> None:
+        """Calls `listener(event)` for every event of `ckptengine.events`, on the thread where it
+        happens."""
+        self._listeners.append(listener)
+
+    # -- waiting and leaving -------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for all pending saves; raises the first failure that nobody has been told of.
+
+        `timeout` in seconds; TimeoutError leaves them on their way.
+        """
+        self._check_process()
+        until = None if timeout is None else time.monotonic() + timeout
+        for handle in list(self._pending):
+            if not handle.join(None if until is None else max(0.0, until - time.monotonic())):
+                raise TimeoutError(f"step {handle.step} is not committed after {timeout:g} s")
+        self.deliver()
+
+    def abort(self) -> None:
+        """Drops what is in flight and ends its persister at once. The engine can go on saving."""
+        self._check_process()
+        with self._lock:
+            handles = list(self._pending)
+            for handle in handles:
+                handle.told()
+            self.end_persister(CheckpointError("the save was aborted"))
+            self._refresh()
+
+    def close(self) -> None:
+        """Waits for what is pending, gives memory, processes and the directory back, and raises the
+        first failure that nobody has been told of. Safe to call twice."""
+        if self._closed or self._pid != os.getpid():
+            return
+        with self._lock:
+            try:
+                self.wait()
+            finally:
+                self._closed = True
+                _open.discard(self)
+                if self._pending:  # interrupted while waiting
+                    self.end_persister(CheckpointError("the engine was closed"))
+                self._pool.close()
+                self._slots.close()
+                if self._plan_memory is not None:
+                    self._plan_memory.close()
+                if self._ownership is not None:
+                    self._ownership.release()
+
+    # -- for handles ---------------------------------------------------------------------------------
+
+    def deliver(self, raise_errors: bool = True) -> None:
+        """Runs the finalizations that are due and raises the first error that nobody has seen."""
+        for handle in list(self._ended):
+            handle.notify()
+            if handle.settled():
+                self._ended.remove(handle)
+            elif raise_errors:
+                self._ended.remove(handle)
+                raise handle.undelivered()
+
+    def end_persister(self, error: BaseException) -> None:
+        """Ends the persister; its saves end with `error`."""
+        self._pool.kill(error)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ConfigError(
+                "this engine belongs to the process that made it; make one in each process"
+            )
+
+    def _enter(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ConfigError("the engine is closed")
+        self.deliver()
+
+    def _good(self) -> list[Manifest]:
+        self._check_process()
+        found = records(self._repository).values()
+        return [r for r in found if isinstance(r, Manifest) and not r.candidate]
+
+    def _planned(self, collected: Collected) -> Plan:
+        if self._plan is None or not self._plan.fits(
+            collected.tree, collected.specs, collected.pickles
+        ):
+            self._plan = make_plan(collected.tree, collected.specs, collected.pickles)
+            if self._plan_memory is not None:
+                self._plan_memory.close()
+            self._plan_memory = PlanMemory(
+                save_job.pack_plan(self._plan.layout, self._plan.metadata, self._plan.index_frame)
+            )
+        return self._plan
+
+    def _claim(self) -> None:
+        if self._ownership is None:
+            self._ownership = Ownership(self.root, self.timeout)
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Learns what is in the directory: as its owner, whatever is not committed is garbage."""
+        self._taken |= set(self._repository.named())
+        self._sweep = self._repository.leftovers()
+
+    def _arena(self, nbytes: int) -> Arena | None:
+        """A free arena; waits for one as `on_busy` says. None: skip."""
+        while (arena := self._slots.take(nbytes)) is None:
+            if self._on_busy == "skip":
+                return None
+            if self._on_busy == "error":
+                raise StoreError(
+                    "all memory for snapshots is still being written: save less often, or give "
+                    "the engine more memory",
+                    retryable=True,
+                )
+            oldest = next(iter(self._pending), None)
+            if oldest is not None:
+                oldest.join()
+            self.deliver()
+        return arena
+
+    def _capture(
+        self,
+        handle: SaveHandle,
+        arena: Arena,
+        plan: Plan,
+        collected: Collected,
+        request: dict[str, Any],
+        candidate: bool,
+    ) -> None:
+        """Hands the job over first and captures then, so that writing follows the capture."""
+        assert self._plan_memory is not None
+        arena.control.reset()
+        arena.install(plan, plan.pieces, plan.tensors, plan.values)
+        handle.timings["nbytes"] = plan.layout.nbytes
+
+        def on_done(job: Job) -> None:
+            self._save_ended(handle, arena, job, request, candidate)
+
+        try:
+            job = self._pool.submit(
+                request,
+                SharedMemory(arena.id, arena.fd, arena.nbytes),
+                self._plan_memory.shared,
+                [*self._slots.live(), self._plan_memory.shared.id],
+                on_done,
+            )
+        except BaseException:
+            arena.busy = False
+            raise
+        handle.begin(job, arena)
+        self._pending.append(handle)
+        try:
+            capture(arena, collected.tensors, plan.tensors, collected.pickles, plan.layout.nbytes)
+        except BaseException:
+            handle.told()
+            arena.control.abandon()
+            raise
+
+    def _save_ended(
+        self,
+        handle: SaveHandle,
+        arena: Arena,
+        job: Job,
+        request: dict[str, Any],
+        candidate: bool,
+    ) -> None:
+        """On the watching thread: the outcome of a job becomes that of its handle."""
+        arena.busy = False
+        result = job.result
+        if result is None:
+            error = job.error or CheckpointError("the save ended without a word")
+            handle.settle(None, error)
+            _log.error("The checkpoint of step %d failed: %s", handle.step, error)
+            self._emit(events.SaveFailed(handle.step, error))
+        else:
+            durable = handle.elapsed()
+            handle.timings.update(result["seconds"], durable=durable)
+            handle.timings["persister_cpu"] = result["cpu_seconds"]
+            info = CheckpointInfo(
+                step=handle.id.step,
+                attempt=handle.id.attempt,
+                path=result["committed"],
+                created=request["created"],
+                world_size=1,
+                nbytes=result["nbytes"],
+                user=request["user"],
+                metrics={name: float(value) for name, value in request["metrics"].items()},
+                candidate=candidate,
+            )
+            handle.settle(info, None)
+            # A save can be durable before the caller has noted what it cost.
+            stall = handle.timings.get("stall", durable)
+            self._measured.append({"stall": stall, "durable": durable})
+            _log.info(
+                "Committed checkpoint at step %d to %s: %d bytes in %.2f s, %.3f s of it in the loop",
+                info.step,
+                info.path,
+                info.nbytes,
+                durable,
+                stall,
+            )
+            self._emit(events.SaveCommitted(info, stall, durable))
+        self._ended.append(handle)
+        self._pending.remove(handle)
+
+    def _emit(self, event: events.Event) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except Exception:
+                _log.exception("a listener failed on %s", event)
+
+
+_open: set[Engine] = set()
+
+
+def _close_at_exit() -> None:
+    """What is pending is waited for. A failure that nobody has seen makes the process fail: at this
+    point an exception would be printed and the exit status stay 0."""
+    failed = False
+    for engine in list(_open):
+        try:
+            engine.close()
+        except Exception as error:
+            print(f"ckptengine: a save failed at exit: {error}", file=sys.stderr, flush=True)
+            failed = True
+    if failed:
+        sys.stdout.flush()
+        os._exit(1)
+
+
+atexit.register(_close_at_exit)

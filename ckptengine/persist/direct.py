@@ -1,0 +1,126 @@
+"""Writes a captured image to a file at the disk's speed, checksumming on the way.
+
+One thread follows the capture and checksums; others keep `_DEPTH` direct writes in flight. Nothing
+is copied: the kernel takes the bytes from the arena itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+from array import array
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+from ..format.checksum import Segment, crc32, crc32_combine
+from ..store import local
+from ..types import PAGE, PART, FileLayout
+
+_DEPTH = 2
+"""Writes in flight: the next is queued at the device while one ends."""
+
+
+def write_file(
+    path: str,
+    image: memoryview,
+    layout: FileLayout,
+    tiling: list[Segment],
+    await_captured: Callable[[int], None],
+    progress: Callable[[int], None],
+) -> bytes:
+    """Writes one file of the arena's `image`, syncs it, and returns its CRC table.
+
+    `await_captured(nbytes)` returns once so many bytes of the image hold the snapshot, or raises.
+    Patches each chunk's CRC into its frame, in the image. Raises OSError.
+    """
+    start = layout.arena_offset
+    padded = layout.nbytes + -layout.nbytes % PAGE
+    fd = local.create(path)
+    try:
+        local.preallocate(fd, padded)
+        writer = _Writer(fd, image[start : start + padded], progress)
+        try:
+            table = array("I")
+            captured = submitted = 0
+            chunk_crc = 0
+            for segment in tiling:
+                end = segment.offset + segment.nbytes
+                if start + end > captured:
+                    captured = start + end
+                    await_captured(captured)
+                crc = crc32(image[start + segment.offset : start + end])
+                table.append(crc)
+                if segment.chunk >= 0:
+                    chunk = layout.chunks[segment.chunk]
+                    first = segment.offset == chunk.offset
+                    chunk_crc = crc if first else crc32_combine(chunk_crc, crc, segment.nbytes)
+                    if end == chunk.offset + chunk.nbytes:
+                        for place in chunk.crc_at:
+                            struct.pack_into("<I", image, start + place, chunk_crc)
+                while end - submitted >= PART:
+                    writer.submit(submitted, PART)
+                    submitted += PART
+            if submitted < padded:
+                writer.submit(submitted, padded - submitted)
+        except BaseException:
+            writer.cancel()
+            raise
+        writer.finish()
+        os.ftruncate(fd, layout.nbytes)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return table.tobytes()
+
+
+class _Writer:
+    """A few threads that write blocks of one file, directly where the file system lets them."""
+
+    def __init__(self, fd: int, data: memoryview, progress: Callable[[int], None]) -> None:
+        self._fd = fd
+        self._data = data
+        self._progress = progress
+        self._direct = local.set_direct(fd, True)
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(_DEPTH)
+        self._blocks: list[Future[None]] = []
+
+    def submit(self, offset: int, nbytes: int) -> None:
+        for block in self._blocks:
+            if block.done() and block.exception():
+                block.result()
+        self._blocks = [block for block in self._blocks if not block.done()]
+        self._blocks.append(self._pool.submit(self._write, offset, nbytes))
+
+    def finish(self) -> None:
+        wait(self._blocks, return_when=FIRST_EXCEPTION)
+        try:
+            for block in self._blocks:
+                block.result()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _write(self, offset: int, nbytes: int) -> None:
+        block = self._data[offset : offset + nbytes]
+        while block:
+            try:
+                count = os.pwrite(self._fd, block, offset)
+            except OSError as error:
+                # Some file systems agree to the switch and refuse the first write.
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._direct = False
+                local.set_direct(self._fd, False)
+                continue
+            if self._direct and count % PAGE and count < len(block):
+                # A short write left the alignment; the rest of the file goes through the cache.
+                self._direct = False
+                local.set_direct(self._fd, False)
+            block, offset = block[count:], offset + count
+            with self._lock:
+                self._progress(count)

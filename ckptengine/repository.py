@@ -1,0 +1,216 @@
+"""Checkpoints in a store: the sole authority on what is there, and the only one that commits.
+
+A checkpoint becomes visible in `Stage.commit`, by one rename, and nowhere else. It ceases to be
+visible in `Repository.delete`, by one rename, before the first of its bytes is removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import uuid
+from collections.abc import Iterable
+
+from .errors import CorruptError, IncompleteError, NotFoundError, StoreError
+from .format import index as index_format
+from .format import manifest as manifest_format
+from .format.checksum import bytes_digest
+from .format.index import Index
+from .format.manifest import FileEntry, Manifest
+from .store import local
+from .types import CheckpointId
+
+_TEMPORARY = ".tmp-"
+_TRASH = ".trash-"
+
+
+class Repository:
+    """The checkpoints below one directory, `root`. Holds no state; every answer is read anew."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def path(self, checkpoint: CheckpointId) -> str:
+        """The directory of a checkpoint, whether it is there or not."""
+        return os.path.join(self.root, checkpoint.name)
+
+    def ids(self) -> list[CheckpointId]:
+        """All committed checkpoints, oldest first, by number: names and times prove nothing.
+
+        An absent directory has none; one that cannot be read is a StoreError.
+        """
+        return [c for c in self.named() if os.path.exists(self._manifest_path(c))]
+
+    def named(self) -> list[CheckpointId]:
+        """All directories that carry a checkpoint's name, with a commit record or without."""
+        found = (CheckpointId.parse(name) for name in self._names())
+        return sorted(checkpoint for checkpoint in found if checkpoint)
+
+    def manifest(self, checkpoint: CheckpointId) -> Manifest:
+        """The verified commit record.
+
+        Raises NotFoundError, IncompleteError (a directory without a record) or CorruptError.
+        """
+        path = self._manifest_path(checkpoint)
+        if not os.path.isdir(self.path(checkpoint)):
+            raise NotFoundError(f"{self.path(checkpoint)}: no such checkpoint")
+        found = Manifest.from_bytes(local.read_exactly(path), path)
+        if found.id != checkpoint:
+            raise CorruptError(f"{path}: is the commit record of {found.id.name}")
+        return found
+
+    def index(self, checkpoint: CheckpointId, manifest: Manifest, rank: int) -> Index:
+        """The verified index of one rank."""
+        name = index_format.name(rank)
+        path = os.path.join(self.path(checkpoint), name)
+        entry = manifest.files.get(name)
+        if entry is None:
+            raise IncompleteError(f"{path}: not in the commit record")
+        data = local.read_exactly(path, entry.nbytes)
+        if bytes_digest(data) != entry.digest:
+            raise CorruptError(f"{path}: the index does not match its digest")
+        return Index.from_bytes(data, path)
+
+    def intact(self, checkpoint: CheckpointId) -> bool:
+        """Whether the commit record verifies and every file has its size: what can be told
+        without reading the data."""
+        try:
+            files = self.manifest(checkpoint).files
+            directory = self.path(checkpoint)
+            return all(
+                os.stat(os.path.join(directory, name)).st_size == entry.nbytes
+                for name, entry in files.items()
+            )
+        except (OSError, CorruptError, IncompleteError, NotFoundError, StoreError):
+            return False
+
+    def stage(self, checkpoint: CheckpointId) -> Stage:
+        """A new, invisible directory to write a checkpoint into."""
+        path = os.path.join(self.root, f"{_TEMPORARY}{checkpoint.name}-{uuid.uuid4().hex[:12]}")
+        with local.store_errors("making", path):
+            os.mkdir(path)
+        return Stage(self, path)
+
+    def leftovers(self) -> list[str]:
+        """Directories of saves that were never committed and of deletions that were cut short."""
+        return [name for name in self._names() if name.startswith((_TEMPORARY, _TRASH))]
+
+    def sweep(self, names: Iterable[str]) -> None:
+        """Removes `names` of `leftovers`. The caller knows that their owner is gone."""
+        for name in names:
+            local.remove_tree(os.path.join(self.root, name))
+
+    def delete(self, checkpoint: CheckpointId) -> bool:
+        """Makes a checkpoint invisible, then removes it as far as it can be.
+
+        Returns False, and leaves it whole, while somebody reads it.
+        """
+        path = self.path(checkpoint)
+        try:
+            fd = os.open(self._manifest_path(checkpoint), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            trash = os.path.join(self.root, f"{_TRASH}{checkpoint.name}-{uuid.uuid4().hex[:12]}")
+            local.rename_noreplace(path, trash)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.ENOENT):
+                return False
+            raise StoreError.from_os_error(error, "deleting", path) from error
+        finally:
+            os.close(fd)
+        local.remove_tree(trash)
+        return True
+
+    def hold(self, checkpoint: CheckpointId) -> Hold:
+        """Keeps a checkpoint from being deleted while it is read."""
+        return Hold(self._manifest_path(checkpoint))
+
+    def _manifest_path(self, checkpoint: CheckpointId) -> str:
+        return os.path.join(self.root, checkpoint.name, manifest_format.NAME)
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.root))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError.from_os_error(error, "listing", self.root) from error
+
+
+class Stage:
+    """A checkpoint being written. Invisible until `commit`; whoever made it removes it."""
+
+    def __init__(self, repository: Repository, path: str) -> None:
+        self.path = path
+        self._repository = repository
+
+    def file(self, name: str) -> str:
+        """The path of a file in it."""
+        return os.path.join(self.path, name)
+
+    def put(self, name: str, data: bytes) -> FileEntry:
+        """Writes a small file, durably."""
+        path = self.file(name)
+        with local.store_errors("writing", path):
+            local.put_new(path, data)
+        return FileEntry(len(data), bytes_digest(data))
+
+    def commit(self, manifest: Manifest) -> str:
+        """Makes the checkpoint visible and durable, and returns its path.
+
+        Every file that `manifest` lists must have been synced. Raises ConflictError where the name
+        is taken; nothing is ever overwritten.
+        """
+        root = self._repository.root
+        path = self._repository.path(manifest.id)
+        self.put(manifest_format.NAME, manifest.to_bytes())
+        with local.store_errors("committing", path):
+            local.sync_directory(self.path)
+            try:
+                local.rename_noreplace(self.path, path)
+            except FileExistsError:
+                raise local.refuse_existing(path) from None
+            local.sync_directory(root)
+        return path
+
+    def discard(self) -> None:
+        """Removes what was written, as far as it can be."""
+        local.remove_tree(self.path)
+
+
+class Hold:
+    """A shared lock on a commit record. A context manager; the lock goes with the process too."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise NotFoundError(f"{path}: the checkpoint was deleted") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._fd)
+            if error.errno == errno.EWOULDBLOCK:
+                raise NotFoundError(f"{path}: the checkpoint is being deleted") from None
+            # A file system without locks cannot keep anybody from deleting; reading still works.
+            self._fd = -1
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def next_attempt(taken: Iterable[CheckpointId], step: int) -> CheckpointId:
+    """The id of the next attempt at `step`, above all that are `taken`."""
+    attempts = [checkpoint.attempt for checkpoint in taken if checkpoint.step == step]
+    return CheckpointId(step, max(attempts) + 1 if attempts else 0)

@@ -1,0 +1,157 @@
+"""Reads stored tensors straight into their memory, checksumming while it lands."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from ..errors import CorruptError, IncompleteError, NotFoundError
+from ..format.checksum import crc32
+from ..format.index import Index, Part, TensorEntry
+from ..format.manifest import Manifest
+from ..store import local
+from ..types import PART
+
+_THREADS = 2
+"""More do not help: one stream of readahead serves a cold file best, two cores a warm one."""
+
+
+class _Piece(NamedTuple):
+    fd: int
+    file: str
+    part: Part
+    address: int
+
+
+def read_tensors(
+    directory: str,
+    manifest: Manifest,
+    index: Index,
+    fills: Iterable[tuple[int, torch.Tensor]],
+    *,
+    verify: bool = True,
+) -> int:
+    """Fills each tensor with the stored tensor of that number, and returns the bytes read.
+
+    Tensors that have another layout, dtype or device than what is stored go through memory of their
+    own. Raises IncompleteError where a file is missing or short, before anything is filled, and
+    CorruptError, with every bad chunk named, where checksums differ.
+    """
+    fills = list(fills)
+    files = open_files(directory, manifest, index)
+    try:
+        pieces: list[_Piece] = []
+        bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        keep: list[torch.Tensor] = []
+        for number, target in fills:
+            entry = index.tensors[number]
+            memory = target
+            if not _lands_in(entry, target):
+                memory = torch.empty_strided(
+                    entry.shape, entry.stride, dtype=getattr(torch, entry.dtype)
+                )
+                bounced.append((target, memory))
+            keep.append(memory)
+            file = index.files[entry.file]
+            base = memory.data_ptr() - entry.offset
+            pieces.extend(
+                _Piece(files[entry.file], file.name, part, base + part.offset)
+                for part in index.tensor_parts[number]
+            )
+        bad = _in_parallel(pieces, verify)
+        if bad:
+            lines = [
+                f"{os.path.join(directory, piece.file)}: {why} in the {piece.part.nbytes} bytes "
+                f"from {piece.part.offset}"
+                for piece, why in bad
+            ]
+            raise CorruptError(f"{lines[0]} (and {len(lines) - 1} more places)", lines)
+        with torch.no_grad():
+            for target, memory in bounced:
+                target.copy_(memory)
+        return sum(piece.part.nbytes for piece in pieces)
+    finally:
+        for fd in files:
+            os.close(fd)
+
+
+def open_files(directory: str, manifest: Manifest, index: Index) -> list[int]:
+    """Descriptors of the index's files, whose sizes have been held against both records."""
+    fds: list[int] = []
+    try:
+        for file in index.files:
+            path = os.path.join(directory, file.name)
+            entry = manifest.files.get(file.name)
+            if entry is None or entry.nbytes != file.nbytes:
+                raise CorruptError(f"{path}: the index and the commit record disagree on its size")
+            fds.append(_open(path, file.nbytes))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds
+
+
+def _open(path: str, nbytes: int) -> int:
+    try:
+        fd = local.open_for_reading(path)
+    except NotFoundError:
+        raise IncompleteError(f"{path}: the file is missing") from None
+    size = os.fstat(fd).st_size
+    if size != nbytes:
+        os.close(fd)
+        raise IncompleteError(f"{path}: the file has {size} bytes instead of {nbytes}")
+    return fd
+
+
+def _lands_in(entry: TensorEntry, target: torch.Tensor) -> bool:
+    """Whether stored bytes can be read straight into `target`'s memory."""
+    return (
+        target.device.type == "cpu"
+        and str(target.dtype) == f"torch.{entry.dtype}"
+        and target.stride() == entry.stride
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def _in_parallel(pieces: list[_Piece], verify: bool) -> list[tuple[_Piece, str]]:
+    """Reads all pieces; returns the bad ones with the reason."""
+    if not pieces:
+        return []
+    batches: list[list[_Piece]] = [[]]
+    size = 0
+    for piece in sorted(pieces, key=lambda p: (p.fd, p.part.offset)):
+        if size + piece.part.nbytes > PART and batches[-1]:
+            batches.append([])
+            size = 0
+        batches[-1].append(piece)
+        size += piece.part.nbytes
+
+    def read(batch: list[_Piece]) -> list[tuple[_Piece, str]]:
+        return [(piece, why) for piece in batch if (why := _read(piece, verify))]
+
+    threads = min(_THREADS, len(batches))
+    if threads == 1:
+        return read(batches[0])
+    with ThreadPoolExecutor(threads) as pool:
+        return [bad for found in pool.map(read, batches) for bad in found]
+
+
+def _read(piece: _Piece, verify: bool) -> str | None:
+    view = memoryview((ctypes.c_char * piece.part.nbytes).from_address(piece.address)).cast("B")
+    at = 0
+    while at < piece.part.nbytes:
+        with local.store_errors("reading", piece.file):
+            count = os.preadv(piece.fd, [view[at:]], piece.part.offset + at)
+        if not count:
+            return "the file ends"
+        at += count
+    if verify and crc32(view) != piece.part.crc:
+        return "a wrong checksum"
+    return None

@@ -1,0 +1,113 @@
+"""A model and its optimizer under the model's own names."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from ..errors import StateError
+
+
+class AppState:
+    """Stores optimizer state by fully qualified parameter name instead of by number.
+
+    Numbers depend on the order in which parameters were given to the optimizer; names do not. So
+    the optimizer's state survives a regrouping or reordering of parameters, and is what resharding
+    goes by. Unlike `torch.distributed.checkpoint.state_dict`, every option of every group is kept
+    (`initial_lr` of schedulers, empty groups).
+
+    `model`: a module; wrappers of `torch.compile` and DistributedDataParallel leave no trace in the
+    names. `optimizer`: whose parameters all belong to `model`.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"model": {name: tensor}, "optimizer": {"state": {name: ..}, "param_groups": [..]}}`."""
+        names = self.names()
+        saved = self.optimizer.state_dict()
+        return {
+            "model": unwrapped(self.model).state_dict(),
+            "optimizer": {
+                "state": {names[number]: entry for number, entry in saved["state"].items()},
+                "param_groups": [
+                    {**group, "params": [names[number] for number in group["params"]]}
+                    for group in saved["param_groups"]
+                ],
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads both. Raises StateError when the checkpoint's parameters are not the optimizer's."""
+        unwrapped(self.model).load_state_dict(state_dict["model"])
+        self.load_optimizer(state_dict["optimizer"])
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        """Loads the optimizer's half, by name.
+
+        A parameter takes its options from the saved group that names it, so the groups may have been
+        reordered; one live group must not mix parameters of two saved groups.
+        """
+        names = self.names()
+        group_of = {
+            name: index
+            for index, group in enumerate(saved["param_groups"])
+            for name in group["params"]
+        }
+        absent = [name for name in names.values() if name not in group_of]
+        if absent:
+            raise StateError(f"the checkpoint has no optimizer group for {absent[:10]}", absent)
+        groups = []
+        empty = [group for group in saved["param_groups"] if not group["params"]]
+        for live in self.optimizer.state_dict()["param_groups"]:
+            sources = {group_of[names[number]] for number in live["params"]}
+            if len(sources) > 1:
+                raise StateError("an optimizer group takes parameters from several saved groups")
+            if sources:
+                source = saved["param_groups"][sources.pop()]
+            else:
+                source = empty.pop(0) if empty else live
+            groups.append({**source, "params": live["params"]})
+        state = {
+            number: saved["state"][name] for number, name in names.items() if name in saved["state"]
+        }
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def names(self) -> dict[int, str]:
+        """The optimizer's number of each parameter, to its name in the model."""
+        by_identity = {
+            id(parameter): plain_name(name)
+            for name, parameter in unwrapped(self.model).named_parameters()
+        }
+        names: dict[int, str] = {}
+        for live, group in zip(
+            self.optimizer.param_groups, self.optimizer.state_dict()["param_groups"], strict=True
+        ):
+            for parameter, number in zip(live["params"], group["params"], strict=True):
+                if id(parameter) not in by_identity:
+                    raise StateError(
+                        f"parameter {number} of the optimizer, of shape {tuple(parameter.shape)}, "
+                        "is not one of the model's"
+                    )
+                names[number] = by_identity[id(parameter)]
+        return names
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside wrappers that only add a prefix to its names."""
+    inner: Any = model
+    while True:
+        if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        elif hasattr(inner, "_orig_mod"):  # torch.compile's OptimizedModule
+            inner = inner._orig_mod
+        else:
+            return cast(torch.nn.Module, inner)
+
+
+def plain_name(name: str) -> str:
+    """`name` without what a compiled submodule adds to it."""
+    return name.replace("_orig_mod.", "")
