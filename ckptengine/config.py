@@ -75,7 +75,7 @@ def local_root(root: Any) -> str:
         )
     if os.path.exists(text) and not os.path.isdir(text):
         raise ConfigError(f"root={text!r} is a file: name a directory")
-    return os.path.abspath(text)
+    return os.path.abspath(str(text))
 
 
 def one_of(field: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -189,7 +189,8 @@ def _decode_namedtuple(body: Json, resolve: Resolve | None) -> Any:
     if not (isinstance(cls, type) and issubclass(cls, tuple)) or getattr(
         cls, "_fields", None
     ) != tuple(fields):
-        cls = collections.namedtuple(re.split("[.:]", name)[-1], fields)
+        make: Any = collections.namedtuple  # a type checker wants to see a literal name
+        cls = make(re.split("[.:]", name)[-1], fields)
     return tuple.__new__(cls, fields.values())
 
 

@@ -79,7 +79,7 @@ class Op:
 
     def __repr__(self) -> str:
         shown = [getattr(self, field.name) for field in fields(self) if field.repr]
-        texts = (str(len(value) if isinstance(value, bytes) else value) for value in shown)
+        texts = (str(len(value) if isinstance(value, bytes) else value) or "." for value in shown)
         return f"{self.call}({', '.join(texts)})"
 
 
@@ -124,7 +124,6 @@ class Write(Op):
 class Resize(Op):
     inode: int = field(repr=False)
     length: int
-    only_grow: bool = field(repr=False, default=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,7 +182,7 @@ class _Inode:
         self.data.extend(bytes(max(0, grow_to - len(self.data))))
         if isinstance(op, Write):
             self.data[op.offset : op.offset + len(op.data)] = op.data
-        elif not op.only_grow:
+        else:
             del self.data[op.length :]
 
     def sync(self, data_only: bool) -> None:
@@ -201,7 +200,7 @@ class _Inode:
                 mode = op.mode if kept else mode
             elif isinstance(op, Resize):
                 if kept:
-                    length = max(length, op.length) if op.only_grow else op.length
+                    length = op.length
                     del data[length:]
             else:
                 end = op.offset + len(op.data)
@@ -587,7 +586,7 @@ class _Recorder:
         if (found := self._found(fd)) is None:
             return _OUTSIDE
         outcome = real(fd, *args)
-        self._record(Resize(name, *found, os.fstat(fd).st_size, only_grow=True))
+        self._record(Resize(name, *found, os.fstat(fd).st_size))
         return outcome
 
     def _chmod(self, name: str, real: Any, path: Any, mode: int, **how: Any) -> Any:
