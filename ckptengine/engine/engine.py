@@ -33,6 +33,7 @@ from ..restore.locate import records
 from ..restore.read import read_tensors
 from ..snapshot.arena import Arena
 from ..snapshot.capture import capture
+from ..snapshot.copier import Copier
 from ..state.assign import Assignment
 from ..state.collect import Collected, collect
 from ..store.ownership import Ownership, await_orphan
@@ -77,6 +78,7 @@ class Engine:
             config.positive("host_memory_limit", host_memory_limit)
         self._repository = Repository(self.root)
         self._slots = Slots(host_memory_limit)
+        self._copier = Copier()
         self._pool = Pool(save_job.__name__)
         self._plan: Plan | None = None
         self._plan_memory: PlanMemory | None = None
@@ -373,6 +375,7 @@ class Engine:
                     self.end_persister(CheckpointError("the engine was closed"))
                 self._pool.close()
                 self._slots.close()
+                self._copier.close()
                 if self._plan_memory is not None:
                     self._plan_memory.close()
                 if self._ownership is not None:
@@ -414,10 +417,9 @@ class Engine:
         return [r for r in found if isinstance(r, Manifest) and not r.candidate]
 
     def _planned(self, collected: Collected) -> Plan:
-        if self._plan is None or not self._plan.fits(
-            collected.tree, collected.specs, collected.pickles
-        ):
-            self._plan = make_plan(collected.tree, collected.specs, collected.pickles)
+        found = (collected.signature, collected.specs, collected.pickles)
+        if self._plan is None or not self._plan.fits(*found):
+            self._plan = make_plan(collected.tree, *found)
             if self._plan_memory is not None:
                 self._plan_memory.close()
             self._plan_memory = PlanMemory(
@@ -463,14 +465,16 @@ class Engine:
     ) -> None:
         """Hands the job over first and captures then, so that writing follows the capture."""
         assert self._plan_memory is not None
-        arena.control.reset()
-        arena.install(plan, plan.pieces, plan.tensors, plan.values)
         handle.timings["nbytes"] = plan.layout.nbytes
 
         def on_done(job: Job) -> None:
             self._save_ended(handle, arena, job, request, candidate)
 
+        # Before the job can end: its end takes the handle off the list.
+        self._pending.append(handle)
         try:
+            arena.control.reset()
+            arena.install(plan, plan.pieces, plan.tensors, plan.values)
             job = self._pool.submit(
                 request,
                 SharedMemory(arena.id, arena.fd, arena.nbytes),
@@ -479,12 +483,12 @@ class Engine:
                 on_done,
             )
         except BaseException:
+            self._pending.remove(handle)
             arena.busy = False
             raise
         handle.begin(job, arena)
-        self._pending.append(handle)
         try:
-            capture(arena, collected.tensors, plan.tensors, collected.pickles, plan.layout.nbytes)
+            capture(arena, self._copier, collected.tensors, collected.pickles, plan.layout.nbytes)
         except BaseException:
             handle.told()
             arena.control.abandon()

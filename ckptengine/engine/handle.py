@@ -62,7 +62,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Whether it has ended: committed, failed or skipped."""
-        return self._job is None or self._job.done()
+        return self.skipped is not None or (self._job is not None and self._job.done())
 
     def exception(self) -> BaseException | None:
         """Why it failed, or None while it is on its way and once it is committed.

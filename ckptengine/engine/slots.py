@@ -11,7 +11,10 @@ _SLOTS = 2
 """One is captured into while the other is written."""
 
 _TOO_LARGE = 4
-"""An arena so many times larger than what is saved is given back."""
+"""An arena so many times larger than what is saved, and `_SPARE` bytes, is given back."""
+
+_SPARE = 4 << 20
+"""Bytes: more than the size of a huge page, to which small arenas may have been rounded."""
 
 
 class Slots:
@@ -32,7 +35,7 @@ class Slots:
         """
         need = PAGE + nbytes
         for arena in [a for a in self._arenas if not a.busy]:
-            if need <= arena.nbytes <= _TOO_LARGE * need + (1 << 20):
+            if need <= arena.nbytes <= _TOO_LARGE * need + _SPARE:
                 arena.busy = True
                 return arena
             self._arenas.remove(arena)

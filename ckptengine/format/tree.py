@@ -1,8 +1,9 @@
 """The tree of a state: containers as the codec writes them, with these leaves and marks of its own:
 
 {"$t": i}  tensor i of the index      {"$array": {"$t": i}}  the same, of a NumPy array
-{"$v": i}  value i of the index       {"$wrapper": [class, {name: node}]}  parts of a subclass
-{"$rank": node}  state of one rank
+{"$v": i}  value i of the index       {"$rank": node}  state of one rank
+{"$wrapper": [class, {name: node}, node]}  parts of a tensor subclass, and its constants if any
+{"$module": [{name: version}, node]}  a module's mapping, and which version of each submodule wrote it
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from . import codec
 
 _SEQUENCES = ("$tuple",)
 _MAPPINGS = ("$dict", "$odict", "$defaultdict", "$counter")
+_INNER = ("$module", "$namedtuple")  # the second of two is a node
 
 
 class Position(int):
@@ -50,6 +52,9 @@ def leaves(node: codec.Json, rank: int, path: codec.Path = ()) -> Iterator[Leaf]
     elif tag == "$rank":
         yield from leaves(body, rank, (*path, str(rank)))
     elif tag == "$wrapper":
+        for part in body[1:]:
+            yield from leaves(part, rank, path)
+    elif tag in _INNER:
         yield from leaves(body[1], rank, path)
     elif tag in _SEQUENCES:
         yield from leaves(body, rank, path)
@@ -67,16 +72,37 @@ def children(node: codec.Json) -> dict[Any, codec.Json] | None:
     tag = next(iter(node), "")
     if not tag.startswith("$"):
         return node
+    if tag == "$module":
+        return children(node[tag][1])
     if tag in _MAPPINGS:
         return {codec.decode(key): item for key, item in node[tag]}
     return None
 
 
+def parts(node: codec.Json) -> dict[Any, codec.Json]:
+    """The children of whatever `node` is, by the next part of their paths; none of a leaf."""
+    for tag in ("$wrapper", "$namedtuple"):
+        if isinstance(node, dict) and tag in node:
+            named: dict[Any, codec.Json] = node[tag][1]
+            return named
+    found = children(node)
+    return found if found is not None else dict(enumerate(items(node) or ()))
+
+
+def versions(node: codec.Json) -> dict[str, dict[str, Any]] | None:
+    """What `Module.state_dict` attaches to its mapping as `_metadata`: each submodule's version."""
+    if not isinstance(node, dict) or "$module" not in node:
+        return None
+    return {
+        name: codec.decode(version) if isinstance(version, dict) else {"version": version}
+        for name, version in node["$module"][0].items()
+    }
+
+
 def items(node: codec.Json) -> list[codec.Json] | None:
     """The children of a list or tuple node, or None where `node` is something else."""
-    if isinstance(node, list):
-        return node
     if isinstance(node, dict):
-        body = node.get("$tuple")
-        return body if isinstance(body, list) else None
-    return None
+        if "$namedtuple" in node:
+            return list(node["$namedtuple"][1].values())
+        node = node.get("$tuple")
+    return node if isinstance(node, list) else None

@@ -6,13 +6,12 @@ static half of the index are rendered here, so that a steady save only fills pay
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..format import canonical, codec, frame, index, torch_dist, tree
+from ..format import codec, frame, index, torch_dist, tree
 from ..format.dtypes import DTYPES
 from ..types import PAGE, ArenaLayout, Chunk, FileLayout, Spec, TensorPlace, ValuePlace
 
@@ -21,9 +20,8 @@ from ..types import PAGE, ArenaLayout, Chunk, FileLayout, Spec, TensorPlace, Val
 class Plan:
     """One rank's part of every save of one structure."""
 
-    tree: Any
-    specs: tuple[Spec, ...]
-    digest: str  # of the structure
+    signature: list[Any]
+    specs: list[Spec]
     layout: ArenaLayout
     pieces: tuple[tuple[int, bytes], ...]  # constant bytes by arena offset
     tensors: tuple[TensorPlace, ...]  # ascending by offset
@@ -31,32 +29,31 @@ class Plan:
     metadata: bytes
     index_frame: bytes
 
-    def fits(self, node: Any, specs: Sequence[Spec], pickles: Sequence[bytes]) -> bool:
+    def fits(self, signature: list[Any], specs: list[Spec], pickles: Sequence[bytes]) -> bool:
         """Whether a state of this description can be saved by this plan.
 
         Compares the description itself, never a hash or an identity: a stale plan would write a
         checkpoint that lacks what came later.
         """
-        if len(specs) != len(self.specs) or len(pickles) != len(self.values):
-            return False
-        if any(len(raw) > place.capacity for raw, place in zip(pickles, self.values, strict=True)):
-            return False
         return (
-            bool(node == self.tree) and tuple(specs) == self.specs and same_order(node, self.tree)
+            signature == self.signature
+            and specs == self.specs
+            and all(
+                len(raw) <= place.capacity for raw, place in zip(pickles, self.values, strict=True)
+            )
         )
 
 
-def same_order(one: Any, other: Any) -> bool:
-    """Whether two equal trees also agree in the order of their keys."""
-    if isinstance(one, dict):
-        return all(a == b and same_order(one[a], other[b]) for a, b in zip(one, other, strict=True))
-    if isinstance(one, list):
-        return all(same_order(a, b) for a, b in zip(one, other, strict=True))
-    return True
-
-
-def make_plan(node: Any, specs: Sequence[Spec], pickles: Sequence[bytes], *, rank: int = 0) -> Plan:
-    """Plans a state of this description: the tree, each tensor's spec, each value's pickle."""
+def make_plan(
+    node: Any,
+    signature: list[Any],
+    specs: list[Spec],
+    pickles: Sequence[bytes],
+    *,
+    rank: int = 0,
+) -> Plan:
+    """Plans a state of this description: its tree, what tells the tree from others (see
+    `state.collect`), each tensor's spec, each value's pickle."""
     file_name = torch_dist.chunk_file(rank, 0)
     paths: dict[tuple[str, int], list[codec.Path]] = {}
     for leaf in tree.leaves(node, rank):
@@ -101,9 +98,8 @@ def make_plan(node: Any, specs: Sequence[Spec], pickles: Sequence[bytes], *, ran
     nbytes = at
     files = (FileLayout(file_name, 0, nbytes, tuple(chunks)),)
     return Plan(
-        tree=node,
-        specs=tuple(specs),
-        digest=hashlib.sha256(canonical.dumps([node, list(specs)])).hexdigest(),
+        signature=signature,
+        specs=specs,
         layout=ArenaLayout(files, nbytes + -nbytes % PAGE),
         pieces=tuple(pieces),
         tensors=tuple(tensors),

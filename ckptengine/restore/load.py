@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap as mmap_module
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from ..format import codec, tree
 from ..format.checksum import crc32
 from ..format.index import Index
 from ..repository import Hold
-from ..state.assign import resolve
+from ..state.assign import empty, resolve, torch_dtype
 from ..types import CheckpointInfo
 from .locate import locate
 from .read import open_files, read_tensors
@@ -33,7 +33,8 @@ def load(
     verified when it is first taken, and the same object comes back after that (tied tensors too).
     With `mmap` a tensor's memory is the file's, copied page by page where it is written to; the file
     is never changed. `keys` narrows the mapping to those keys and what lies below them, as
-    `ckptengine inspect` prints them (``model/layer.0.weight``).
+    `ckptengine inspect` prints them (``model/layer.0.weight``); of a list it leaves a mapping of
+    positions.
 
     Raises NotFoundError (also for a key that is not there), IncompleteError, CorruptError.
     """
@@ -81,9 +82,8 @@ class _Source:
 
     def _take(self, number: int) -> torch.Tensor:
         entry = self.index.tensors[number]
-        dtype = getattr(torch, entry.dtype)
         if self._maps is None or not entry.nbytes:
-            tensor = torch.empty_strided(entry.shape, entry.stride, dtype=dtype)
+            tensor = empty(entry)
             read_tensors(self.path, self.manifest, self.index, [(number, tensor)])
             return tensor
         mapped = self._maps[entry.file]
@@ -94,11 +94,13 @@ class _Source:
                 raise CorruptError(
                     f"{where}: a wrong checksum in the {part.nbytes} bytes from {part.offset}"
                 )
-        flat = mapped[entry.offset : entry.offset + entry.nbytes].view(dtype)
+        flat = mapped[entry.offset : entry.offset + entry.nbytes].view(torch_dtype(entry))
         return flat.as_strided(entry.shape, entry.stride)
 
 
 def _map(fd: int, nbytes: int) -> torch.Tensor:
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
     mapped = mmap_module.mmap(fd, nbytes, access=mmap_module.ACCESS_COPY)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
@@ -112,7 +114,10 @@ class LoadedState(Mapping[Any, Any]):
     def __init__(self, source: _Source, node: codec.Json, info: CheckpointInfo) -> None:
         self.info = info
         self._source = source
+        self._node = node
         self._children = tree.children(node) or {}
+        # Where `Module.load_state_dict` looks for the version that wrote each submodule's state.
+        self._metadata = tree.versions(node)
 
     def __getitem__(self, key: Any) -> Any:
         node = self._children[key]
@@ -132,11 +137,8 @@ class LoadedState(Mapping[Any, Any]):
         return f"LoadedState(step={self.info.step}, keys={list(self._children)})"
 
     def to_dict(self) -> dict[Any, Any]:
-        """Everything in it, taken and verified, in plain dictionaries."""
-        return {
-            key: value.to_dict() if isinstance(value, LoadedState) else value
-            for key, value in self.items()
-        }
+        """Everything in it, taken and verified, in dictionaries of the kinds that were saved."""
+        return cast(dict[Any, Any], codec.decode(self._node, self._source))
 
 
 def _narrow(node: codec.Json, rank: int, keys: list[str]) -> codec.Json:
@@ -151,10 +153,12 @@ def _narrow(node: codec.Json, rank: int, keys: list[str]) -> codec.Json:
         if isinstance(node, dict) and "$rank" in node:
             inner = walk(node["$rank"], (*path, str(rank)))
             return None if inner is None else {"$rank": inner}
-        children = tree.children(node)
-        if children is None:
-            return None
-        kept = {key: walk(child, (*path, key)) for key, child in children.items()}
+        if isinstance(node, dict) and "$module" in node:
+            versions, module = node["$module"]
+            inner = walk(module, path)
+            return None if inner is None else {"$module": [versions, inner]}
+        # What is left of a sequence is a mapping of positions: the others must not move up.
+        kept = {key: walk(child, (*path, key)) for key, child in tree.parts(node).items()}
         pairs = [(codec.encode(key), child) for key, child in kept.items() if child is not None]
         return codec.pack_mapping({}, pairs) if pairs else None
 

@@ -6,13 +6,21 @@ needs no name that could be left behind, and lives as long as the trainer or the
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..types import PAGE, Control, TensorPlace, ValuePlace
+
+_LARGE = 256 << 10
+"""Bytes from which a tensor is worth a call of its own."""
+
+_GROUP = 64 << 20
+"""Bytes of small tensors copied between two announcements."""
 
 _UNSAFE_TO_COPY = {"complex32": torch.int32} | {
     # Kernels of older releases lack some of these; bytes are bytes.
@@ -28,22 +36,32 @@ _UNSAFE_TO_COPY = {"complex32": torch.int32} | {
 }
 
 
+class Batch(NamedTuple):
+    """Tensors `first` to `last` (not included), copied by few calls."""
+
+    first: int
+    last: int
+    large: bool  # copied by memmove, where the tensor's layout allows it
+    raw: bool  # holds dtypes that torch may not know how to copy
+
+
 class Arena:
     """One slot: busy from the capture to the end of its persistence."""
 
     def __init__(self, key: int, image_nbytes: int) -> None:
         self.id = key
-        self.nbytes = PAGE + image_nbytes
-        self.fd = os.memfd_create("ckptengine-arena")
-        os.ftruncate(self.fd, self.nbytes)
-        self._memory = mmap.mmap(self.fd, self.nbytes)
+        self.fd, self._memory = _huge_memory(PAGE + image_nbytes) or _memory(PAGE + image_nbytes)
+        self.nbytes = len(self._memory)
         view = memoryview(self._memory)
         self.control = Control(view[:PAGE])
         self.image = view[PAGE:]
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[PAGE:]
         self._installed: object = None
+        self.address = self._bytes.data_ptr()  # of the image
         self.views: list[torch.Tensor] = []
+        self.places: Sequence[TensorPlace] = ()
         self.values: Sequence[ValuePlace] = ()
+        self.batches: list[Batch] = []
         self.busy = False
 
     def install(
@@ -60,7 +78,9 @@ class Arena:
         for offset, raw in pieces:
             self.image[offset : offset + len(raw)] = raw
         self.views = [self._view(place) for place in tensors]
+        self.places = tensors
         self.values = values
+        self.batches = _batches(tensors)
         self._installed = key
 
     def _view(self, place: TensorPlace) -> torch.Tensor:
@@ -77,6 +97,63 @@ class Arena:
         self.control.release()
         self.image.release()
         os.close(self.fd)
+
+
+def _memory(nbytes: int, flags: int = 0) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("ckptengine-arena", os.MFD_CLOEXEC | flags)
+    try:
+        os.ftruncate(fd, nbytes)
+        return fd, mmap.mmap(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _huge_memory(nbytes: int) -> tuple[int, mmap.mmap] | None:
+    """Memory in huge pages, where the machine has enough of them reserved and free: the disk takes
+    them faster, and the persister spends half the time."""
+    size, free = _huge_pages()
+    rounded = nbytes + -nbytes % size if size else 0
+    if not size or free * size < rounded:
+        return None
+    try:
+        return _memory(rounded, os.MFD_HUGETLB)
+    except OSError:  # somebody else took them, or a limit forbids it
+        return None
+
+
+def _huge_pages() -> tuple[int, int]:
+    """Of the default huge pages: bytes of one, and how many are free and not promised."""
+    found = {}
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            if name.startswith("Huge"):
+                found[name] = int(rest.split()[0])
+    free = found.get("HugePages_Free", 0) - found.get("HugePages_Rsvd", 0)
+    return found.get("Hugepagesize", 0) * 1024, free
+
+
+def _batches(places: Sequence[TensorPlace]) -> list[Batch]:
+    """Runs of small tensors up to `_GROUP` bytes, and runs of large ones."""
+    batches: list[Batch] = []
+    first = size = 0
+    for number, place in enumerate(places):
+        large = place.nbytes >= _LARGE
+        if number > first and (
+            large != (places[first].nbytes >= _LARGE) or (not large and size >= _GROUP)
+        ):
+            batches.append(_batch(places, first, number))
+            first, size = number, 0
+        size += place.nbytes
+    if places:
+        batches.append(_batch(places, first, len(places)))
+    return batches
+
+
+def _batch(places: Sequence[TensorPlace], first: int, last: int) -> Batch:
+    large = places[first].nbytes >= _LARGE
+    return Batch(first, last, large, any(p.dtype in _UNSAFE_TO_COPY for p in places[first:last]))
 
 
 def copyable(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -10,67 +10,65 @@ from collections.abc import Sequence
 import torch
 
 from ..types import TensorPlace
-from .arena import Arena, copyable
-
-_GROUP = 64 << 20
-"""Bytes copied between two announcements."""
+from .arena import Arena, Batch, copyable
+from .copier import Copier, Move
 
 
 def capture(
     arena: Arena,
+    copier: Copier,
     tensors: Sequence[torch.Tensor],
-    places: Sequence[TensorPlace],
     pickles: Sequence[bytes],
     image_nbytes: int,
 ) -> None:
-    """Takes the snapshot: `tensors` and `pickles` as they are now, in the order of the plan.
+    """Takes the snapshot: `tensors` and `pickles` as they are now, in the order of the plan that is
+    installed in `arena`.
 
     On return the whole image (`image_nbytes`) is announced as captured, and the caller may change
     whatever it likes.
     """
-    for raw, slot in zip(pickles, arena.values, strict=True):
-        arena.image[slot.offset : slot.offset + slot.capacity] = raw.ljust(slot.capacity, b"\0")
-    sources: list[torch.Tensor] = []
-    views: list[torch.Tensor] = []
-    pending = 0
+    for raw, place in zip(pickles, arena.values, strict=True):
+        arena.image[place.offset : place.offset + place.capacity] = raw.ljust(place.capacity, b"\0")
+
+    def announce(address: int) -> None:
+        arena.control.captured = address - arena.address
+
     with torch.no_grad():
-        for tensor, place, view in zip(tensors, places, arena.views, strict=True):
-            if not place.nbytes:
-                continue
-            source = copyable(tensor, place.dtype)
-            if place.nbytes > 2 * _GROUP and source.stride() == place.stride:
-                _flush(views, sources)
-                pending = 0
-                _copy_by_groups(arena, source, view, place)
-                continue
-            sources.append(source)
-            views.append(view)
-            pending += place.nbytes
-            if pending >= _GROUP:
-                _flush(views, sources)
-                pending = 0
-                arena.control.captured = place.offset + place.nbytes
-        _flush(views, sources)
+        for batch in arena.batches:
+            moves = _moves(arena, batch, tensors) if batch.large else None
+            if moves is not None:
+                copier.copy(moves, announce)
+            else:
+                _copy_by_torch(arena, batch, tensors)
+            last = arena.places[batch.last - 1]
+            arena.control.captured = last.offset + last.nbytes
     arena.control.captured = image_nbytes
 
 
-def _flush(views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def _moves(arena: Arena, batch: Batch, tensors: Sequence[torch.Tensor]) -> list[Move] | None:
+    """The batch as plain moves of memory; None where a tensor is not just that."""
+    moves = []
+    for number in range(batch.first, batch.last):
+        tensor, place = tensors[number], arena.places[number]
+        if not _plain_memory(tensor, place):
+            return None
+        moves.append(Move(arena.address + place.offset, tensor.data_ptr(), place.nbytes))
+    return moves
+
+
+def _plain_memory(tensor: torch.Tensor, place: TensorPlace) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.stride() == place.stride
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _copy_by_torch(arena: Arena, batch: Batch, tensors: Sequence[torch.Tensor]) -> None:
     """One call for many tensors: of small ones, the calls cost more than the bytes."""
-    if views:
-        torch._foreach_copy_(views, sources)
-        views.clear()
-        sources.clear()
-
-
-def _copy_by_groups(
-    arena: Arena, source: torch.Tensor, view: torch.Tensor, place: TensorPlace
-) -> None:
-    """Copies one large dense tensor so that the persister need not wait for the whole of it."""
-    count = source.numel()
-    group = _GROUP // source.element_size()
-    flat_source = source.as_strided((count,), (1,))
-    flat_view = view.as_strided((count,), (1,))
-    for start in range(0, count, group):
-        flat_view[start : start + group].copy_(flat_source[start : start + group])
-        done = min(start + group, count) * source.element_size()
-        arena.control.captured = place.offset + done
+    sources = list(tensors[batch.first : batch.last])
+    if batch.raw:
+        places = arena.places[batch.first : batch.last]
+        sources = [copyable(t, p.dtype) for t, p in zip(sources, places, strict=True)]
+    torch._foreach_copy_(arena.views[batch.first : batch.last], sources)

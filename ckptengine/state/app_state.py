@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -30,7 +32,7 @@ class AppState:
         names = self.names()
         saved = self.optimizer.state_dict()
         return {
-            "model": unwrapped(self.model).state_dict(),
+            "model": _plainly_named(unwrapped(self.model).state_dict()),
             "optimizer": {
                 "state": {names[number]: entry for number, entry in saved["state"].items()},
                 "param_groups": [
@@ -42,7 +44,11 @@ class AppState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads both. Raises StateError when the checkpoint's parameters are not the optimizer's."""
-        unwrapped(self.model).load_state_dict(state_dict["model"])
+        model, saved = unwrapped(self.model), state_dict["model"]
+        names = {plain_name(name): name for name in model.state_dict()}
+        if any(name != plain for plain, name in names.items()):
+            saved = {names.get(plain, plain): value for plain, value in saved.items()}
+        model.load_state_dict(saved)
         self.load_optimizer(state_dict["optimizer"])
 
     def load_optimizer(self, saved: dict[str, Any]) -> None:
@@ -106,6 +112,16 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             inner = inner._orig_mod
         else:
             return cast(torch.nn.Module, inner)
+
+
+def _plainly_named(live: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A module's dictionary under plain names, submodules' versions included."""
+    if not any("_orig_mod." in name for name in live):
+        return live
+    renamed: OrderedDict[str, Any] = OrderedDict((plain_name(k), v) for k, v in live.items())
+    versions: Mapping[str, Any] = getattr(live, "_metadata", {})
+    renamed._metadata = {plain_name(f"{k}.")[:-1]: v for k, v in versions.items()}  # type: ignore[attr-defined]
+    return renamed
 
 
 def plain_name(name: str) -> str:

@@ -8,23 +8,28 @@ all bytes have been read, hands values and dictionaries to the user's objects.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import StateError
 from ..format import codec, tree
 from ..format.index import TensorEntry
 from ..types import Report
-from .app_state import AppState, unwrapped
-from .collect import array_fits, is_stateful
+from .app_state import AppState, plain_name, unwrapped
+from .collect import array_fits, is_stateful, readable
 from .per_rank import PerRank
 from .rng import RngState
 
 _NAMED_AT_MOST = 20  # keys in one error message
+_MARKS = {"$rank": "state of one rank", "$wrapper": "a tensor subclass"}
+_EXTRA_STATE = "_extra_state"  # how keys end whose value is the module's own business
 
 Setter = Callable[[Any], None]
 
@@ -53,8 +58,10 @@ class Assignment:
         self._deferred: list[_Deferred] = []
         self._finish: list[Callable[[], None]] = []
         self._finish_last: list[Callable[[], None]] = []
+        self._targets: dict[Any, tuple[int, codec.Path]] = {}  # by memory and form
         self._fresh: dict[int, torch.Tensor] = {}
         self._missing: list[codec.Path] = []
+        self._stateless: list[codec.Path] = []
         self._unexpected: list[codec.Path] = []
         self._casts: list[codec.Path] = []
         self._problems: list[tuple[codec.Path, str]] = []
@@ -68,7 +75,7 @@ class Assignment:
         return Report(
             missing=missing,
             unexpected=tuple(map(codec.key_text, self._unexpected)),
-            unfilled=missing,
+            unfilled=(*missing, *map(codec.key_text, self._stateless)),
             cast=tuple(map(codec.key_text, self._casts)),
         )
 
@@ -109,8 +116,8 @@ class Assignment:
         elif isinstance(obj, torch.Generator):
             deferred = self._defer(node)
             self._finish_last.append(lambda: _set_generator(obj, deferred.value))
-        elif isinstance(obj, np.ndarray) and array_fits(obj) and obj.flags.writeable:
-            self._array(obj, node, path)
+        elif isinstance(obj, np.ndarray) and array_fits(obj):
+            self._array(obj, node, path, put)
         elif _is_plain(obj):
             self._plain(obj, node, put)
         elif isinstance(obj, Mapping):
@@ -122,6 +129,11 @@ class Assignment:
         children = tree.children(node)
         if children is None:
             self._problems.append((path, f"the state has a mapping, the checkpoint {_kind(node)}"))
+            return
+        if not isinstance(obj, MutableMapping):
+            self._problems.append(
+                (path, f"a {type(obj).__qualname__} cannot be filled: use a dict")
+            )
             return
         self._compare_keys(obj, children, path)
         for key, value in obj.items():
@@ -139,7 +151,8 @@ class Assignment:
         for index, (value, item) in enumerate(zip(obj, items, strict=True)):
             self._match(value, item, (*path, index), self._setter(target, index))
         if target is not obj:
-            self._finish.append(lambda: put(type(obj)(target)))
+            make = getattr(obj, "_make", type(obj))  # a named tuple takes its items one by one
+            self._finish.append(lambda: put(make(target)))
 
     def _plain(self, obj: Any, node: codec.Json, put: Setter) -> None:
         """Plain values are replaced whole; a dictionary or list keeps its identity, since the loop
@@ -160,42 +173,60 @@ class Assignment:
 
     def _tensor(self, tensor: torch.Tensor, node: codec.Json, path: codec.Path) -> None:
         if is_traceable_wrapper_subclass(tensor):
-            body = self._inner(node, "$wrapper", path)
-            if body is not None:
-                names, _ = tensor.__tensor_flatten__()
-                self._compare_keys(dict.fromkeys(names), body[1], path)
-                for name in names:
-                    if name in body[1]:
-                        inner = getattr(tensor, name)
-                        self._match(inner, body[1][name], (*path, name), lambda _: None)
+            self._wrapper(tensor, node, path)
             return
         index = _tensor_number(node)
         if index is None:
             self._problems.append((path, f"the state has a tensor, the checkpoint {_kind(node)}"))
         elif self._fits(tensor, index, path):
-            self.fills.append((index, tensor.detach()))
+            held, other = self._targets.setdefault(_memory(tensor), (index, path))
+            if held != index:
+                why = f"shares its memory with {codec.key_text(other)}, but not in the checkpoint"
+                self._problems.append((path, f"{why}: untie it first"))
+            elif other is path:
+                self.fills.append((index, tensor.detach()))
 
-    def _array(self, array: np.ndarray, node: codec.Json, path: codec.Path) -> None:
-        if any(stride < 0 for stride in array.strides):
-            self._problems.append(
-                (path, "an array with negative strides cannot be filled in place")
-            )
+    def _wrapper(self, tensor: Any, node: codec.Json, path: codec.Path) -> None:
+        body = self._inner(node, "$wrapper", path)
+        if body is None:
             return
-        self._tensor(torch.from_numpy(array), node, path)
+        names, constants = tensor.__tensor_flatten__()
+        saved = self._values[body[2]["$v"]] if len(body) > 2 else None
+        if _without_devices(codec.encode(constants, path)) != _without_devices(saved):
+            self._problems.append(
+                (path, f"the constants of the {type(tensor).__qualname__} differ")
+            )
+        self._compare_keys(dict.fromkeys(names), body[1], path)
+        for name in names:
+            if name in body[1]:
+                inner = getattr(tensor, name)
+                self._match(inner, body[1][name], (*path, name), lambda _: None)
+
+    def _array(self, array: np.ndarray, node: codec.Json, path: codec.Path, put: Setter) -> None:
+        memory = readable(array)
+        self._tensor(torch.from_numpy(memory), node, path)
+        if memory is not array and array.flags.writeable:
+            self._finish.append(lambda: np.copyto(array, memory))
+        elif memory is not array:
+            self._finish.append(lambda: put(memory))
 
     def _fits(self, tensor: torch.Tensor, index: int, path: codec.Path) -> bool:
         entry = self._tensors[index]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_meta:
             why = "a meta tensor has no memory: call `to_empty` first"
+        elif is_lazy(tensor):
+            why = "an uninitialized parameter: run the model once before it is filled"
         elif tuple(tensor.shape) != entry.shape:
             why = f"shape {tuple(tensor.shape)} in the state, {entry.shape} in the checkpoint"
         elif _overlaps_itself(tensor):
-            why = "an expanded tensor cannot be filled in place: `clone` it first"
+            why = "elements that share memory (expanded, say) cannot be filled: `clone` it first"
         elif dtype != entry.dtype and not self._cast:
             why = (
                 f"{dtype} in the state, {entry.dtype} in the checkpoint: pass cast=True to convert"
             )
+        elif dtype != entry.dtype and not _convertible(torch_dtype(entry), tensor.dtype):
+            why = f"{dtype} in the state, {entry.dtype} in the checkpoint: torch cannot convert that"
         else:
             if dtype != entry.dtype:
                 self._casts.append(path)
@@ -203,37 +234,50 @@ class Assignment:
         self._problems.append((path, why))
         return False
 
-    def _module(self, module: torch.nn.Module, node: codec.Json, path: codec.Path) -> None:
+    def _module(
+        self,
+        module: torch.nn.Module,
+        node: codec.Json,
+        path: codec.Path,
+        stored_name: Callable[[str], str] = str,
+    ) -> None:
+        """`stored_name`: of a key of the module's dictionary, that in the checkpoint."""
         children = tree.children(node)
         if children is None:
             self._problems.append((path, f"the state has a module, the checkpoint {_kind(node)}"))
             return
         live = module.state_dict()
-        self._compare_keys(live, children, path)
-        # In place is only right where the dictionary's tensors are the module's own memory and
-        # nothing else wants to hear of a load.
-        own = {t.data_ptr() for t in itertools.chain(module.parameters(), module.buffers())}
-        in_place = not _hooked(module) and all(
-            isinstance(t, torch.Tensor) and (t.data_ptr() in own or not t.numel())
-            for t in live.values()
-        )
-        given: dict[str, Any] = {}
-        for key, value in live.items():
-            if key not in children:
+        names = {key: stored_name(key) for key in live}
+        self._compare_keys(dict.fromkeys(names.values()), children, path)
+        in_place = not _hooked(module) and _is_own(live, module)
+        given: OrderedDict[str, Any] = OrderedDict()
+        for key, name in names.items():
+            if name not in children:
                 continue
-            if isinstance(value, torch.Tensor):
-                index = _tensor_number(children[key])
-                plain = index is not None and not is_traceable_wrapper_subclass(value)
-                if plain and not in_place and self._fits(value, index or 0, (*path, key)):
-                    given[key] = self._defer(children[key])
-                elif not plain or in_place:
-                    self._tensor(value, children[key], (*path, key))
-            else:
-                given[key] = self._defer(children[key])
-        if given:
-            self._finish.append(
-                lambda: _load(module, {k: d.value for k, d in given.items()}, path, strict=False)
-            )
+            where = (*path, name)
+            index = _tensor_number(children[name])
+            if in_place or is_traceable_wrapper_subclass(live[key]):
+                self._tensor(live[key], children[name], where)
+            elif not isinstance(live[key], torch.Tensor) or key.endswith(_EXTRA_STATE):
+                given[key] = self._defer(children[name])
+            elif index is None:
+                self._tensor(live[key], children[name], where)  # says why not
+            elif is_lazy(live[key]) or self._fits(live[key], index, where):
+                given[key] = self._defer(children[name])
+        if not given:
+            return
+        saved_versions = tree.versions(node) or {}
+
+        def finish() -> None:
+            saved = OrderedDict((key, deferred.value) for key, deferred in given.items())
+            versions = {
+                prefix: saved_versions.get(stored_name(f"{prefix}.")[:-1], version)
+                for prefix, version in getattr(live, "_metadata", {}).items()
+            }
+            saved._metadata = versions  # type: ignore[attr-defined]
+            _load(module, saved, path, strict=False)
+
+        self._finish.append(finish)
 
     def _optimizer(self, optimizer: Any, node: codec.Json, path: codec.Path) -> None:
         deferred = self._optimizer_state(optimizer, node, path, lambda number: number)
@@ -264,7 +308,11 @@ class Assignment:
         self._compare_keys(dict.fromkeys(("model", "optimizer")), children, path)
         if "model" not in children or "optimizer" not in children:
             return
-        self._module(unwrapped(app.model), children["model"], (*path, "model"))
+        model = unwrapped(app.model)
+        if _plain_module(model):
+            self._module(model, children["model"], (*path, "model"), plain_name)
+        else:
+            self._match(model, children["model"], (*path, "model"), lambda _: None)
         names = app.names()
         saved_groups = tree.items((tree.children(children["optimizer"]) or {}).get("param_groups"))
         saved_names = {
@@ -321,20 +369,26 @@ class Assignment:
                 index = _tensor_number(entries[name])
                 if index is not None and self._reusable(live[name], index):
                     reuse[index] = live[name]
-        self._partial(saved, children["param_groups"], path)
+                    self._targets[_memory(live[name])] = (index, (*path, "state", key, name))
+        self._partial(saved, children["param_groups"], path, type(optimizer))
         self._fresh.update(reuse)
         self.fills.extend(reuse.items())
         return {name: self._defer(child) for name, child in children.items()}
 
     def _partial(
-        self, saved: Mapping[Any, codec.Json], groups: codec.Json, path: codec.Path
+        self, saved: Mapping[Any, codec.Json], groups: codec.Json, path: codec.Path, kind: type
     ) -> None:
-        """Reports a parameter that has less state than its like: an entry was lost on the way."""
+        """Reports a parameter that has no state while others have, and one that has less than its
+        like: an entry was lost on the way. Of torch's own optimizers alone is it known that they
+        treat parameters of as many dimensions alike.
+        """
         for group in tree.items(groups) or []:
             likes: dict[int, dict[Any, set[Any]]] = {}
             for key in self._peek(tree.children(group) or {}, "params") or ():
                 entries = tree.children(saved.get(key))
-                if entries:
+                if saved and not entries:
+                    self._stateless.append((*path, "state", key))
+                if entries and kind.__module__.startswith("torch.optim."):
                     numbers = [_tensor_number(entry) for entry in entries.values()]
                     rank = max(
                         (len(self._tensors[n].shape) for n in numbers if n is not None), default=0
@@ -356,6 +410,7 @@ class Assignment:
             and tuple(tensor.shape) == entry.shape
             and str(tensor.dtype) == f"torch.{entry.dtype}"
             and index not in self._fresh
+            and _memory(tensor) not in self._targets
             and not _overlaps_itself(tensor)
             and not is_traceable_wrapper_subclass(tensor)
         )
@@ -369,7 +424,7 @@ class Assignment:
     def _resolve(self, tag: str, body: Any) -> Any:
         if tag == "$t":
             if body not in self._fresh:
-                self._fresh[body] = _empty(self._tensors[body])
+                self._fresh[body] = empty(self._tensors[body])
                 self.fills.append((body, self._fresh[body]))
             return self._fresh[body]
         return resolve(tag, body, self._values, self._resolve)
@@ -387,8 +442,7 @@ class Assignment:
     def _inner(self, node: codec.Json, tag: str, path: codec.Path) -> Any:
         if isinstance(node, dict) and tag in node:
             return node[tag]
-        what = {"$rank": "state of one rank", "$wrapper": "a tensor subclass"}[tag]
-        self._problems.append((path, f"the state has {what}, the checkpoint {_kind(node)}"))
+        self._problems.append((path, f"the state has {_MARKS[tag]}, the checkpoint {_kind(node)}"))
         return None
 
     def _compare_keys(
@@ -434,17 +488,27 @@ def resolve(tag: str, body: Any, values: Sequence[codec.Json], leaf: codec.Resol
         return codec.decode(body, leaf).numpy()
     if tag == "$rank":
         return codec.decode(body, leaf)
+    if tag == "$module":
+        made = codec.decode(body[1], leaf)
+        made._metadata = tree.versions({tag: body})
+        return made
     if tag == "$wrapper":
         # The class may not be importable here; its parts are what was stored.
         return {name: codec.decode(part, leaf) for name, part in body[1].items()}
     raise StateError(f"the checkpoint has the unknown mark {tag}: install a newer ckptengine")
 
 
-def _empty(entry: TensorEntry) -> torch.Tensor:
+def torch_dtype(entry: TensorEntry) -> torch.dtype:
+    """The dtype of a stored tensor. Raises StateError where torch is too old to have it."""
     dtype = getattr(torch, entry.dtype, None)
     if dtype is None:
         raise StateError(f"this release of torch has no {entry.dtype}: upgrade torch to restore it")
-    return torch.empty_strided(entry.shape, entry.stride, dtype=dtype)
+    return cast(torch.dtype, dtype)
+
+
+def empty(entry: TensorEntry) -> torch.Tensor:
+    """Memory for a stored tensor, in the layout in which it is stored."""
+    return torch.empty_strided(entry.shape, entry.stride, dtype=torch_dtype(entry))
 
 
 def _tensor_number(node: codec.Json) -> int | None:
@@ -463,8 +527,9 @@ def _kind(node: codec.Json) -> str:
         return "a mapping"
     if tree.items(node) is not None:
         return "a sequence"
-    if isinstance(node, dict) and "$rank" in node:
-        return "state of one rank"
+    for mark, what in _MARKS.items():
+        if isinstance(node, dict) and mark in node:
+            return what
     return "a plain value"
 
 
@@ -475,7 +540,8 @@ def _is_plain(obj: Any) -> bool:
     if isinstance(obj, (list, tuple)):
         return all(_is_plain(value) for value in obj)
     return not (
-        isinstance(obj, (torch.Tensor, PerRank, RngState, torch.Generator, np.ndarray))
+        isinstance(obj, (torch.Tensor, PerRank, RngState, torch.Generator))
+        or (isinstance(obj, np.ndarray) and array_fits(obj))
         or is_stateful(obj)
     )
 
@@ -510,8 +576,59 @@ def _hooked(module: torch.nn.Module) -> bool:
     )
 
 
+def _is_own(live: Mapping[str, Any], module: torch.nn.Module) -> bool:
+    """Whether a module's dictionary holds its own memory, so that filling it fills the module."""
+    own = {_address(t) for t in itertools.chain(module.parameters(), module.buffers())}
+    return None not in own and all(
+        isinstance(t, torch.Tensor) and (not t.numel() or _address(t) in own) for t in live.values()
+    )
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Of a tensor's memory, or of its first part's; None where there is no memory yet."""
+    if is_lazy(tensor):
+        return None
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return _address(getattr(tensor, names[0])) if names else 0
+    return tensor.data_ptr()
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Tells tensors apart that are filled one without the other."""
+    if not tensor.numel():
+        return object()
+    form = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    return (tensor.data_ptr(), form, tensor.is_conj(), tensor.is_neg())
+
+
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    """Whether elements may share memory (expanded, sliding windows)."""
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return tensor.numel() > 0
+            reach += step * (size - 1)
+    return False
+
+
+@lru_cache
+def _convertible(source: torch.dtype, target: torch.dtype) -> bool:
+    if source.is_complex and not target.is_complex:
+        return False
+    try:
+        torch.empty(1, dtype=target).copy_(torch.empty(1, dtype=source))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _without_devices(value: codec.Json) -> codec.Json:
+    """Tagged JSON in which nothing tells on which device it was."""
+    if isinstance(value, dict):
+        return {k: None if k == "$device" else _without_devices(v) for k, v in value.items()}
+    return [_without_devices(item) for item in value] if isinstance(value, list) else value
 
 
 def _set_generator(generator: torch.Generator, state: torch.Tensor) -> None:
@@ -537,7 +654,16 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> 
     parameters = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
     for number, parameter in enumerate(parameters):
         for name, value in (saved.get(number) or {}).items():
-            if isinstance(value, torch.Tensor):
-                live = optimizer.state[parameter].get(name)
-                if isinstance(live, torch.Tensor) and live.dtype != value.dtype:
-                    optimizer.state[parameter][name] = value.to(live.device)
+            if name in optimizer.state[parameter]:
+                live = optimizer.state[parameter][name]
+                optimizer.state[parameter][name] = _unrounded(live, value)
+
+
+def _unrounded(live: Any, saved: Any) -> Any:
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return live if live.dtype == saved.dtype else saved.to(live.device)
+    if isinstance(live, dict) and isinstance(saved, dict) and live.keys() == saved.keys():
+        return {key: _unrounded(value, saved[key]) for key, value in live.items()}
+    if isinstance(live, (list, tuple)) and type(live) is type(saved) and len(live) == len(saved):
+        return type(live)(map(_unrounded, live, saved))
+    return live

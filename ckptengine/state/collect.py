@@ -7,7 +7,8 @@ refers to the live tensors; plain values are encoded here and now, which is thei
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ class Collected:
     """A state taken apart. Lists run in the order of traversal."""
 
     tree: codec.Json = None  # containers; ``{"$t": i}`` a tensor, ``{"$v": i}`` a value
+    signature: list[Any] = field(default_factory=list)  # determines the tree, and compares fast
     tensors: list[torch.Tensor] = field(default_factory=list)  # live, each tied one once
     specs: list[Spec] = field(default_factory=list)  # of `tensors`
     values: list[codec.Json] = field(default_factory=list)  # tagged JSON
@@ -49,14 +51,13 @@ def collect(state: Mapping[str, Any], rank: int = 0) -> Collected:
     if not isinstance(state, Mapping):
         raise StateError(f"a state is a mapping, not a {type(state).__qualname__}")
     walk = _Walk(rank)
-    try:
-        walk.out.tree = walk.node(state, ())
-    except RecursionError:
-        raise StateError("the state is nested too deeply, or contains itself") from None
+    walk.out.tree = walk.node(state, ())
     if walk.refused:
-        keys = [codec.key_text(path) for path, _ in walk.refused]
-        lines = "\n  ".join(f"{k}: {why}" for k, (_, why) in zip(keys, walk.refused, strict=True))
-        raise StateError(f"the state cannot be saved; nothing was written:\n  {lines}", keys)
+        lines = "\n  ".join(f"{key}: {why}" for key, why in walk.refused)
+        raise StateError(
+            f"the state cannot be saved; nothing was written:\n  {lines}",
+            [key for key, _ in walk.refused],
+        )
     return walk.out
 
 
@@ -64,37 +65,67 @@ class _Walk:
     def __init__(self, rank: int) -> None:
         self.out = Collected()
         self.rank = rank
-        self.refused: list[tuple[codec.Path, str]] = []
-        self._seen: dict[tuple[int, Spec], int] = {}
+        self.refused: list[tuple[str, str]] = []  # key, why
+        self._seen: dict[tuple[int, Spec, bool, bool], int] = {}
 
     def node(self, obj: Any, path: codec.Path) -> codec.Json:
         if isinstance(obj, torch.Tensor):
             return self.tensor(obj, path)
         if isinstance(obj, _SCALARS):
             return self.value(obj, path)
-        if isinstance(obj, Mapping):
-            return codec.pack_mapping(
-                obj, [(self.key(k, path), self.node(v, (*path, k))) for k, v in obj.items()]
-            )
-        if isinstance(obj, (list, tuple)):
-            if not _traversed(obj):
-                return self.value(obj, path)
-            items = [self.node(item, (*path, index)) for index, item in enumerate(obj)]
-            return items if isinstance(obj, list) else {"$tuple": items}
-        if isinstance(obj, PerRank):
-            return {"$rank": self.node(obj.obj, (*path, str(self.rank)))}
-        if isinstance(obj, RngState):
-            return {"$rank": self.node(obj.state_dict(), (*path, str(self.rank)))}
+        if len(path) > codec.MAX_DEPTH:
+            # At once: what contains itself twice would have no end of paths.
+            raise codec.too_deep(path)
+        if isinstance(obj, (PerRank, RngState)):
+            self.out.signature.append("$rank")
+            inner = obj.obj if isinstance(obj, PerRank) else obj.state_dict()
+            return {"$rank": self.node(inner, (*path, str(self.rank)))}
         if is_stateful(obj):
-            return self.node(obj.state_dict(), path)
+            saved = obj.state_dict()  # of a stateful dictionary, often itself
+            return (
+                self.mapping(saved, path) if isinstance(saved, Mapping) else self.node(saved, path)
+            )
+        if isinstance(obj, Mapping):
+            return self.mapping(obj, path)
+        if isinstance(obj, (list, tuple)):
+            return self.sequence(obj, path) if _traversed(obj) else self.value(obj, path)
         if isinstance(obj, torch.Generator):
             return self.tensor(obj.get_state(), path)
         if isinstance(obj, np.ndarray) and array_fits(obj):
+            self.out.signature.append("$array")
             return {"$array": self.tensor(torch.from_numpy(readable(obj)), path)}
         return self.value(obj, path)
 
+    def mapping(self, obj: Mapping[Any, Any], path: codec.Path) -> codec.Json:
+        self.out.signature.append((type(obj), *obj))
+        if any(type(key) is not str for key in obj):  # 1, 1.0 and True are equal, and not the same
+            self.out.signature.append([repr(key) for key in obj])
+        pairs = [(self.key(k, path), self.node(v, (*path, k))) for k, v in obj.items()]
+        node = codec.pack_mapping(obj, pairs)
+        # What `Module.state_dict` returns tells the version of each submodule by an attribute.
+        versions = getattr(obj, "_metadata", None) if type(obj) is OrderedDict else None
+        if versions is None:
+            return node
+        self.out.signature.append({name: dict(version) for name, version in versions.items()})
+        return {"$module": [{k: self.version(v, (*path, k)) for k, v in versions.items()}, node]}
+
+    def version(self, version: Any, path: codec.Path) -> codec.Json:
+        """The bare number where there is nothing else, as in nearly all modules."""
+        number = version.get("version")
+        return number if type(number) is int and len(version) == 1 else codec.encode(version, path)
+
+    def sequence(self, obj: Sequence[Any], path: codec.Path) -> codec.Json:
+        names = getattr(obj, "_fields", None)
+        self.out.signature.append((type(obj), len(obj), names))
+        if names is not None:
+            fields = {k: self.node(v, (*path, k)) for k, v in zip(names, obj, strict=True)}
+            return {"$namedtuple": [codec.class_name(type(obj)), fields]}
+        items = [self.node(item, (*path, index)) for index, item in enumerate(obj)]
+        return items if isinstance(obj, list) else {"$tuple": items}
+
     def key(self, key: Any, path: codec.Path) -> codec.Json:
-        return key if type(key) is str else codec.encode(key, (*path, str(key)))
+        plain = type(key) is str and key.isascii()
+        return key if plain else codec.encode(key, (*path, str(key)))
 
     def tensor(self, tensor: torch.Tensor, path: codec.Path) -> codec.Json:
         if type(tensor) not in _PLAIN_TENSORS:
@@ -105,40 +136,48 @@ class _Walk:
         try:
             name = _DTYPE_NAMES[tensor.dtype]
             spec = (name, tuple(tensor.shape), tensor.stride())
-            pointer = tensor.data_ptr()
+            # A conjugated view has the address and form of what it is a view of.
+            identity = (tensor.data_ptr(), spec, tensor.is_conj(), tensor.is_neg())
         except (KeyError, RuntimeError, NotImplementedError, ValueError):
             return self.refuse(path, _why_not(tensor))
         if tensor.is_meta or tensor.layout is not torch.strided:
             return self.refuse(path, _why_not(tensor))
-        identity = (pointer, spec)
-        index = self._seen.get(identity) if pointer else None
+        index = self._seen.get(identity) if identity[0] else None
         if index is None:
             index = len(self.out.tensors)
             self.out.tensors.append(tensor)
             self.out.specs.append(spec)
             # All tensors stay referenced by `out`, so no address can be reused meanwhile.
             self._seen[identity] = index
+        self.out.signature.append(index)
         return {"$t": index}
 
     def wrapper(self, tensor: Any, path: codec.Path) -> codec.Json:
         if type(tensor).__name__ == "DTensor":
             return self.refuse(path, "a DTensor: sharded saves are not part of this release")
-        names, _ = tensor.__tensor_flatten__()
+        if tensor.is_nested:
+            return self.refuse(path, _why_not(tensor))
+        names, constants = tensor.__tensor_flatten__()
+        self.out.signature.append((type(tensor), *names))
         inner = {name: self.node(getattr(tensor, name), (*path, name)) for name in names}
-        return {"$wrapper": [f"{type(tensor).__module__}:{type(tensor).__qualname__}", inner]}
+        body = [codec.class_name(type(tensor)), inner]
+        return {"$wrapper": body if constants is None else [*body, self.value(constants, path)]}
 
     def value(self, value: Any, path: codec.Path) -> codec.Json:
         try:
             encoded = codec.encode(value, path)
         except StateError as error:
-            return self.refuse(path, str(error).partition(": ")[2] or str(error))
+            (key,) = error.keys
+            self.refused.append((key, str(error).removeprefix(f"{key}: ")))
+            return None
         index = len(self.out.values)
+        self.out.signature.append("$v")
         self.out.values.append(encoded)
         self.out.pickles.append(pickle.dumps(codec.plain(value), 2))
         return {"$v": index}
 
     def refuse(self, path: codec.Path, why: str) -> None:
-        self.refused.append((path, why))
+        self.refused.append((codec.key_text(path), why))
 
 
 def is_stateful(obj: Any) -> bool:
@@ -153,7 +192,8 @@ def is_stateful(obj: Any) -> bool:
 def array_fits(array: np.ndarray) -> bool:
     """Whether an array is stored as a tensor (others are stored as plain values)."""
     return (
-        array.dtype.isnative
+        not isinstance(array, np.ma.MaskedArray)
+        and array.dtype.isnative
         and array.dtype.kind in "biufc"
         and array.dtype.itemsize <= 16
         and (array.dtype.kind != "f" or array.dtype.itemsize <= 8)
@@ -161,17 +201,22 @@ def array_fits(array: np.ndarray) -> bool:
 
 
 def readable(array: np.ndarray) -> np.ndarray:
-    """`array`, or a copy where torch cannot look at its memory (read-only, negative strides)."""
-    if array.flags.writeable and all(stride >= 0 for stride in array.strides):
+    """`array`, or a copy where torch cannot look at its memory (read-only, or strides that are
+    negative or no multiples of an element)."""
+    if array.flags.writeable and all(
+        stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
+    ):
         return array
     return array.copy()
 
 
-def _traversed(items: Any) -> bool:
+def _traversed(items: Any, depth: int = 0) -> bool:
     """Whether a list or tuple holds anything that is stored as an item of its own.
 
     The same rule as DCP's traversal for lists of tensors and mappings, so that its keys are ours.
     """
+    if depth > codec.MAX_DEPTH:
+        return True
     for item in items:
         if isinstance(item, _SCALARS):
             continue
@@ -180,7 +225,7 @@ def _traversed(items: Any) -> bool:
         ):
             return True
         if isinstance(item, (list, tuple)):
-            if _traversed(item):
+            if _traversed(item, depth + 1):
                 return True
         elif is_stateful(item):
             return True
@@ -189,9 +234,11 @@ def _traversed(items: Any) -> bool:
 
 def _without_storage(tensor: torch.Tensor) -> bool:
     try:
-        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == 0
-    except (RuntimeError, NotImplementedError):
-        return True
+        storage = tensor.untyped_storage()
+        # A fake tensor claims a real device; asking for its address would warn.
+        return storage.device.type == "meta" or (tensor.numel() > 0 and storage.data_ptr() == 0)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return not is_lazy(tensor)
 
 
 def _why_not(tensor: torch.Tensor) -> str:
