@@ -1,0 +1,1 @@
+"""Named workloads, each against its peers and the machine's own limits in the same run."""
