@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,8 @@ def local_root(root: Any) -> str:
         raise ConfigError(f"root={root!r} must be a path") from None
     if isinstance(text, bytes):
         text = os.fsdecode(text)
-    if not text:
-        raise ConfigError("root='' is empty: name a directory")
+    if not text or "\0" in text:
+        raise ConfigError(f"root={text!r} names no directory")
     scheme = _SCHEME.match(text)
     if scheme and scheme[1].lower() == "file" and text.lower().startswith("file:///"):
         text = text[len("file://") :]
@@ -106,10 +107,12 @@ def checked_step(step: Any) -> int:
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """`metrics` as plain floats."""
     checked: dict[str, float] = {}
+    if not isinstance(metrics, Mapping | None):
+        raise ConfigError(f"metrics={metrics!r} must be a mapping of names to numbers")
     for name, value in (metrics or {}).items():
         try:
             checked[str(name)] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             raise ConfigError(f"metrics[{name!r}]={value!r} must be a number") from None
     return checked
 
@@ -118,10 +121,13 @@ def checked_user(user: Any) -> Any:
     """`user` as it will come back: only what JSON can say, so that it comes back the same."""
     try:
         copied = json.loads(json.dumps(user, allow_nan=False))
+        changed = _plain(user) != copied
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"user={user!r} must be JSON: {error}") from None
-    if _plain(user) != copied:
-        raise ConfigError(f"user={user!r} would change its form as JSON: use text as keys")
+        raise ConfigError(f"user={reprlib.repr(user)} must be JSON: {error}") from None
+    if changed:
+        raise ConfigError(
+            f"user={reprlib.repr(user)} would change its form as JSON: use text as keys"
+        )
     return copied
 
 

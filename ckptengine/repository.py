@@ -107,20 +107,23 @@ class Repository:
         Returns False, and leaves it whole, while somebody reads it.
         """
         path = self.path(checkpoint)
-        try:
-            fd = os.open(self._manifest_path(checkpoint), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            trash = os.path.join(self.root, f"{_TRASH}{checkpoint.name}-{uuid.uuid4().hex[:12]}")
-            local.rename_noreplace(path, trash)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.ENOENT):
+        trash = os.path.join(self.root, f"{_TRASH}{checkpoint.name}-{uuid.uuid4().hex[:12]}")
+        with local.store_errors("deleting", path):
+            try:
+                # For writing too: over NFS only that can be locked for one's own.
+                fd = os.open(self._manifest_path(checkpoint), os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
                 return False
-            raise StoreError.from_os_error(error, "deleting", path) from error
-        finally:
-            os.close(fd)
+            try:
+                if not _locked(fd, fcntl.LOCK_EX):
+                    return False
+                local.rename_noreplace(path, trash)
+            except FileNotFoundError:
+                return False
+            finally:
+                os.close(fd)
+            # Else power loss could bring the name back without the data.
+            local.sync_directory(self.root)
         local.remove_tree(trash)
         return True
 
@@ -154,7 +157,7 @@ class Stage:
     def put(self, name: str, data: bytes) -> FileEntry:
         """Writes a small file, durably."""
         path = self.file(name)
-        with local.store_errors("writing", path):
+        with local.store_errors(f"writing {len(data)} bytes to", path):
             local.put_new(path, data)
         return FileEntry(len(data), bytes_digest(data))
 
@@ -185,18 +188,11 @@ class Hold:
     """A shared lock on a commit record. A context manager; the lock goes with the process too."""
 
     def __init__(self, path: str) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise NotFoundError(f"{path}: the checkpoint was deleted") from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._fd)
-            if error.errno == errno.EWOULDBLOCK:
-                raise NotFoundError(f"{path}: the checkpoint is being deleted") from None
-            # A file system without locks cannot keep anybody from deleting; reading still works.
-            self._fd = -1
+        self._fd = local.open_for_reading(path)
+        # A deletion that came between the opening and the lock has moved the record away.
+        if not (_locked(self._fd, fcntl.LOCK_SH) and local.names(path, self._fd)):
+            self.release()
+            raise NotFoundError(f"{path}: the checkpoint was deleted")
 
     def release(self) -> None:
         if self._fd >= 0:
@@ -208,6 +204,16 @@ class Hold:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _locked(fd: int, kind: int) -> bool:
+    """Takes a lock; False where another's stands against it. A file system without locks cannot
+    keep anybody from deleting what is read; all else works there."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno != errno.EWOULDBLOCK
+    return True
 
 
 def next_attempt(taken: Iterable[CheckpointId], step: int) -> CheckpointId:

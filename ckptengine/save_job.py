@@ -23,7 +23,7 @@ from .persist import direct
 from .persist.worker import Abandoned, Job, serve_jobs
 from .repository import Repository, Stage
 from .store import local
-from .store.ownership import claim_for_persister
+from .store.ownership import FileKey, check_unchanged, claim_for_persister
 from .types import ArenaLayout, CheckpointId, Chunk, FileLayout
 
 _POLL = 0.0005
@@ -82,6 +82,7 @@ def unpack_plan(blob: memoryview) -> PlanBlob:
 def save_request(
     *,
     root: str,
+    owner: FileKey,
     checkpoint: CheckpointId,
     created: float,
     values: list[Any],
@@ -90,11 +91,11 @@ def save_request(
     candidate: bool,
     keep: Keep | None,
     protect: list[CheckpointId],
-    sweep: list[str],
 ) -> dict[str, Any]:
     """What the trainer asks for, as plain data. `values`: tagged JSON of the plain values."""
     return {
         "root": root,
+        "owner": owner,
         "step": checkpoint.step,
         "attempt": checkpoint.attempt,
         "created": created,
@@ -104,24 +105,23 @@ def save_request(
         "candidate": candidate,
         "keep": asdict(keep) if keep else None,
         "protect": [[c.step, c.attempt] for c in protect],
-        "sweep": sweep,
     }
 
 
-class _Persister:
+class Persister:
     """What one persister process keeps between jobs."""
 
     def __init__(self) -> None:
         self._plan: tuple[int, PlanBlob] | None = None
-        self._claimed: set[str] = set()
+        self.claims: dict[str, int] = {}  # directory to the descriptor that holds its lock
 
     def run(self, job: Job) -> None:
         """Writes and commits one save, then makes room for the next."""
         root = job.request["root"]
-        if root not in self._claimed:
-            with local.store_errors("claiming", root):
-                claim_for_persister(root)
-            self._claimed.add(root)
+        with local.store_errors("claiming", root):
+            check_unchanged(root, tuple(job.request["owner"]))
+            if root not in self.claims:
+                self.claims[root] = claim_for_persister(root)
         if self._plan is None or self._plan[0] != job.plan_id:
             self._plan = (job.plan_id, unpack_plan(job.plan))
         _save(job, self._plan[1])
@@ -132,6 +132,9 @@ def _save(job: Job, plan: PlanBlob) -> None:
     repository = Repository(request["root"])
     begun = time.monotonic()
     cpu = time.process_time()
+    # Garbage, since nobody else may write here: of dead runs and persisters, or not yet removable
+    # when last tried. It may hold the very space that this save needs.
+    repository.sweep(repository.leftovers())
     stage = repository.stage(CheckpointId(request["step"], request["attempt"]))
     try:
         files, tables = _write_chunks(job, stage, plan)
@@ -192,10 +195,9 @@ def _write_chunks(
 
 def _make_room(repository: Repository, request: dict[str, Any], written: CheckpointId) -> None:
     """Deletes what may go. Failing to delete is reported in the log and never fails the save."""
+    if request["keep"] is None:
+        return
     try:
-        repository.sweep(request["sweep"])
-        if request["keep"] is None:
-            return
         protect = {written, *(CheckpointId(*pair) for pair in request["protect"])}
         manifests = [repository.manifest(c) for c in repository.ids() if repository.intact(c)]
         for checkpoint in retention.removable(manifests, Keep(**request["keep"]), protect):
@@ -206,4 +208,4 @@ def _make_room(repository: Repository, request: dict[str, Any], written: Checkpo
 
 def main(connection: int, owner: int) -> None:
     """The persister process."""
-    serve_jobs(connection, owner, _Persister().run)
+    serve_jobs(connection, owner, Persister().run)

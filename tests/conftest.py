@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import struct
+import subprocess
+import sys
+import textwrap
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +20,7 @@ import pytest
 import torch
 
 import ckptengine as ce
+from ckptengine.testing.faults import Faults
 
 
 @pytest.fixture
@@ -39,10 +46,121 @@ def identical() -> Callable[[Any, Any], bool]:
     return _identical
 
 
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., Any]:
+    """Waits until a condition holds, and returns what it said."""
+    return _until
+
+
+@pytest.fixture
+def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[int]]]:
+    """Lists the processes that this test has started, through others too. Whatever is left at the
+    end is killed and fails the test."""
+    mark = f"CKPTENGINE_TEST={os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv(*mark.split("="))
+
+    def pids() -> list[int]:
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if ours(pid)]
+
+    def ours(pid: int) -> bool:
+        try:
+            return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+    yield pids
+    try:
+        _until(lambda: not pids(), "what this test has started still runs", 20)
+    finally:
+        for pid in pids():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def faults(tmp_path: Path, family: object) -> Iterator[Faults]:
+    """Engines made in this test have a persister that fails on request."""
+    faults = Faults(tmp_path / "faults")
+    faults.install()
+    yield faults
+    faults.go()
+    faults.remove()
+
+
+class Program:
+    """A Python program in a process of its own. `pid`, `process`; its output goes to a file."""
+
+    def __init__(self, text: str, folder: Path, number: int, **options: Any) -> None:
+        self.file = folder / f"program{number}.py"
+        self.file.write_text(textwrap.dedent(text))
+        self.log = folder / f"program{number}.log"
+        path = [str(Path(ce.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, str(self.file), *options.pop("args", [])],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+                **options,
+            )
+        self.pid = self.process.pid
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def says(self, text: str) -> str:
+        """Waits for a line of its output."""
+        _until(
+            lambda: text in self.output().splitlines() or self.process.poll() is not None,
+            f"{text!r} was not said",
+            120,
+        )
+        assert text in self.output().splitlines(), self.output()
+        return self.output()
+
+    def ends(self, code: int = 0) -> str:
+        """Waits for its end, and returns what it said."""
+        try:
+            found = self.process.wait(120)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        assert found == code, f"{found}\n{self.output()}"
+        return self.output()
+
+
+@pytest.fixture
+def launch(tmp_path: Path, family: object) -> Iterator[Callable[..., Program]]:
+    """Starts Python on the text of a program."""
+    started: list[Program] = []
+
+    def start(text: str, **options: Any) -> Program:
+        started.append(Program(text, tmp_path, len(started), **options))
+        return started[-1]
+
+    yield start
+    for program in started:
+        program.process.kill()
+        program.process.wait()
+
+
+def _until(
+    condition: Callable[[], Any], what: str = "it did not happen", seconds: float = 60
+) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+    return found
+
+
 def _bits(tensor: torch.Tensor) -> bytes:
     """The elements' bytes in logical order."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    raw = _RAW.get(plain.element_size())  # some dtypes are unknown to NumPy, or cannot be copied
+    return (plain if raw is None else plain.view(raw)).numpy().tobytes()
 
 
 def _identical(one: Any, other: Any) -> bool:

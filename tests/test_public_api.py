@@ -12,7 +12,7 @@ NAMES = {
     "RngState", "SaveHandle", "StateError", "StoreError", "WorkerDiedError", "load", "verify",
 }  # fmt: skip
 METHODS = {
-    "abort", "add_listener", "close", "estimate", "latest", "pending", "restore", "save",
+    "abort", "add_listener", "close", "estimate", "fence", "latest", "pending", "restore", "save",
     "save_async", "steps", "wait",
 }  # fmt: skip
 

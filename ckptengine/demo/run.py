@@ -114,10 +114,12 @@ def die_in_the_middle_of_the_save(
     console.line(f"step {step}: killing this process (SIGKILL) in the middle of its save")
     # Durable before the save, not after: between the save and the kill it would give the
     # persister time to finish.
+    folder.mkdir(parents=True, exist_ok=True)  # the engine makes it at the first save only
     with marker.open("x") as file:
         os.fsync(file.fileno())
     entry = os.open(folder, os.O_RDONLY)
     os.fsync(entry)
+    os.close(entry)
     engine.save_async(state, step=step)
     os.kill(os.getpid(), signal.SIGKILL)
 

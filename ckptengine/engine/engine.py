@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import logging
 import os
 import sys
@@ -32,13 +33,15 @@ from ..restore.choose import in_order
 from ..restore.locate import records
 from ..restore.read import read_tensors
 from ..snapshot.arena import Arena
-from ..snapshot.capture import capture
+from ..snapshot.capture import Capture
 from ..snapshot.copier import Copier
 from ..state.assign import Assignment
 from ..state.collect import Collected, collect
+from ..store import local
 from ..store.ownership import Ownership, await_orphan
 from ..types import CheckpointId, CheckpointInfo, Durability
 from .blob import PlanMemory
+from .fences import Fences, owned
 from .handle import SaveHandle
 from .slots import Slots
 
@@ -49,11 +52,14 @@ _MEASURED = 8  # saves that an estimate looks back on
 class Engine:
     """Saves and restores the state of a training loop in the directory `root`.
 
-    `keep`: a number (that many of the newest), a `Keep`, or None for all. `verify`: whether a
-    restore checks checksums. `on_busy`: what a save does while all memory for snapshots is still
-    being written: "wait", "skip" (said on the handle) or "error" (StoreError). `timeout`: seconds
-    without progress after which a wait gives up. `host_memory_limit`: bytes of host memory for
-    snapshots; the default is up to twice the state.
+    `capture`: "copy" copies the state during the call. "overlap" copies what an optimizer of the
+    state owns while the loop goes on, until that optimizer's next step (or `fence`), and the rest
+    during the call. "auto" takes what is safe without a fence: "copy". `keep`: a number (that many
+    of the newest), a `Keep`, or None for all. `verify`: whether a restore checks checksums.
+    `on_busy`: what a save does while all memory for snapshots is still being written: "wait", "skip"
+    (said on the handle) or "error" (StoreError). `timeout`: seconds without progress after which a
+    wait gives up. `host_memory_limit`: bytes of host memory for snapshots; the default is up to
+    twice the state.
 
     A context manager; `close` waits for what is pending. Not usable in a forked child. Raises
     ConfigError for wrong arguments; the directory is made, and claimed, by the first save.
@@ -63,6 +69,7 @@ class Engine:
         self,
         root: str | os.PathLike[str],
         *,
+        capture: str = "auto",
         keep: int | Keep | None = None,
         verify: bool = True,
         on_busy: str = "wait",
@@ -71,6 +78,7 @@ class Engine:
     ) -> None:
         self.root = config.local_root(root)
         self.timeout = float(config.positive("timeout", timeout))
+        self._overlap = config.one_of("capture", capture, ("auto", "copy", "overlap")) == "overlap"
         self._keep = config.keep_policy(keep)
         self._verify = verify
         self._on_busy = config.one_of("on_busy", on_busy, ("wait", "skip", "error"))
@@ -79,15 +87,17 @@ class Engine:
         self._repository = Repository(self.root)
         self._slots = Slots(host_memory_limit)
         self._copier = Copier()
+        self._fences = Fences(self.fence)
+        self._capturing: tuple[SaveHandle, Capture] | None = None
         self._pool = Pool(save_job.__name__)
         self._plan: Plan | None = None
         self._plan_memory: PlanMemory | None = None
         self._ownership: Ownership | None = None
         self._taken: set[CheckpointId] = set()
-        self._sweep: list[str] = []
         self._restored: CheckpointId | None = None
         self._pending: list[SaveHandle] = []
-        self._ended: collections.deque[SaveHandle] = collections.deque()
+        self._committed: collections.deque[SaveHandle] = collections.deque()
+        self._failed: collections.deque[SaveHandle] = collections.deque()
         self._listeners: list[Callable[[events.Event], None]] = []
         self._measured: collections.deque[dict[str, float]] = collections.deque(maxlen=_MEASURED)
         self._lock = threading.RLock()
@@ -101,7 +111,7 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.close()
-        except CheckpointError:
+        except Exception:  # also what a finalization of the user's raises
             if kind is None:
                 raise
             _log.exception("a pending save failed while another error was on its way")
@@ -136,16 +146,18 @@ class Engine:
             kept_user, kept_metrics = config.checked_user(user), config.checked_metrics(metrics)
             collected = collect(state)
             collected_at = time.monotonic()
-            plan = self._planned(collected)
+            with local.store_errors("planning a save in", self.root):
+                plan = self._planned(collected)
             planned_at = time.monotonic()
-            self._claim()
+            ownership = self._claim()
             if number is None:
                 number = max((c.step for c in self._taken), default=-1) + 1
             checkpoint = next_attempt(self._taken, number)
             handle = SaveHandle(
                 self, checkpoint, self._repository.path(checkpoint), begun, on_commit
             )
-            arena = self._arena(plan.layout.nbytes)
+            with local.store_errors("making memory for", handle.path):
+                arena = self._arena(plan.layout.nbytes)
             if arena is None:
                 handle.skipped = "all memory for snapshots is still being written"
                 _log.warning("Skipped the checkpoint of step %d: %s", number, handle.skipped)
@@ -156,6 +168,7 @@ class Engine:
             _log.info("Scheduling async checkpoint save at step %d to %s", number, handle.path)
             request = save_job.save_request(
                 root=self.root,
+                owner=ownership.key,
                 checkpoint=checkpoint,
                 created=time.time(),
                 values=collected.values,
@@ -164,10 +177,9 @@ class Engine:
                 candidate=candidate,
                 keep=self._keep,
                 protect=[c for c in (self._restored,) if c is not None],
-                sweep=self._sweep,
             )
-            self._sweep = []
-            self._capture(handle, arena, plan, collected, request, candidate)
+            with local.store_errors("handing over", handle.path):
+                self._capture(handle, arena, plan, collected, request, candidate)
             now = time.monotonic()
             handle.timings.update(
                 collect=collected_at - begun,
@@ -331,6 +343,31 @@ class Engine:
             Durability.PERSISTED: max(timings["durable"] for timings in measured),
         }
 
+    def fence(self) -> None:
+        """Waits until an overlapped capture is done: call it before changing what a save with
+        `capture="overlap"` may still be copying, where no optimizer's step does it for you.
+
+        Raises StateError, and gives the save up, if something was changed before.
+        """
+        capturing, self._capturing = self._capturing, None
+        if capturing is None:
+            return
+        handle, capture = capturing
+        begun = time.monotonic()
+        try:
+            changed = capture.fence()
+        except StateError:
+            handle.told()
+            raise
+        handle.timings["fence"] = time.monotonic() - begun
+        if changed:
+            handle.told()
+            raise StateError(
+                f"{len(changed)} tensors of the state were changed while the save of step "
+                f"{handle.step} was copying them, so it was given up. Call engine.fence() before "
+                'changing them, or use capture="copy"'
+            )
+
     def add_listener(self, listener: Callable[[events.Event], None]) -> None:
         """Calls `listener(event)` for every event of `ckptengine.events`, on the thread where it
         happens."""
@@ -343,7 +380,8 @@ class Engine:
 
         `timeout` in seconds; TimeoutError leaves them on their way.
         """
-        self._check_process()
+        self.check_process()
+        self.fence()
         until = None if timeout is None else time.monotonic() + timeout
         for handle in list(self._pending):
             if not handle.join(None if until is None else max(0.0, until - time.monotonic())):
@@ -352,17 +390,22 @@ class Engine:
 
     def abort(self) -> None:
         """Drops what is in flight and ends its persister at once. The engine can go on saving."""
-        self._check_process()
+        self.check_process()
         with self._lock:
-            handles = list(self._pending)
-            for handle in handles:
+            for handle in list(self._pending):
                 handle.told()
+            if self._capturing is not None:
+                capture, self._capturing = self._capturing[1], None
+                capture.fence()
             self.end_persister(CheckpointError("the save was aborted"))
-            self._refresh()
 
     def close(self) -> None:
         """Waits for what is pending, gives memory, processes and the directory back, and raises the
-        first failure that nobody has been told of. Safe to call twice."""
+        first failure that nobody has been told of. Safe to call twice.
+
+        Where the wait is interrupted, the persister goes on alone, as it does for a trainer that
+        dies.
+        """
         if self._closed or self._pid != os.getpid():
             return
         with self._lock:
@@ -371,8 +414,7 @@ class Engine:
             finally:
                 self._closed = True
                 _open.discard(self)
-                if self._pending:  # interrupted while waiting
-                    self.end_persister(CheckpointError("the engine was closed"))
+                self._fences.remove()
                 self._pool.close()
                 self._slots.close()
                 self._copier.close()
@@ -385,57 +427,62 @@ class Engine:
 
     def deliver(self, raise_errors: bool = True) -> None:
         """Runs the finalizations that are due and raises the first error that nobody has seen."""
-        for handle in list(self._ended):
-            handle.notify()
-            if handle.settled():
-                self._ended.remove(handle)
-            elif raise_errors:
-                self._ended.remove(handle)
-                raise handle.undelivered()
+        while self._committed:
+            self._committed.popleft().notify()
+        if raise_errors:
+            self._raise_failures()
 
     def end_persister(self, error: BaseException) -> None:
         """Ends the persister; its saves end with `error`."""
         self._pool.kill(error)
 
-    # -- inside --------------------------------------------------------------------------------------
+    def progress(self) -> object:
+        """What changes while the persister gets on with anything."""
+        return [(handle.id, handle.written()) for handle in list(self._pending)]
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Raises ConfigError in a forked child, which has nothing to do with our processes."""
         if self._pid != os.getpid():
             raise ConfigError(
                 "this engine belongs to the process that made it; make one in each process"
             )
 
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _raise_failures(self) -> None:
+        while self._failed:
+            handle = self._failed.popleft()
+            if not handle.settled():
+                raise handle.undelivered()
+
     def _enter(self) -> None:
-        self._check_process()
+        self.check_process()
         if self._closed:
             raise ConfigError("the engine is closed")
+        self.fence()
         self.deliver()
 
     def _good(self) -> list[Manifest]:
-        self._check_process()
+        self.check_process()
         found = records(self._repository).values()
         return [r for r in found if isinstance(r, Manifest) and not r.candidate]
 
     def _planned(self, collected: Collected) -> Plan:
         found = (collected.signature, collected.specs, collected.pickles)
         if self._plan is None or not self._plan.fits(*found):
-            self._plan = make_plan(collected.tree, *found)
-            if self._plan_memory is not None:
-                self._plan_memory.close()
-            self._plan_memory = PlanMemory(
-                save_job.pack_plan(self._plan.layout, self._plan.metadata, self._plan.index_frame)
-            )
+            plan, old = make_plan(collected.tree, *found), self._plan_memory
+            memory = PlanMemory(save_job.pack_plan(plan.layout, plan.metadata, plan.index_frame))
+            # Together: what fails or interrupts above must not leave one without the other.
+            self._plan, self._plan_memory = plan, memory
+            if old is not None:
+                old.close()
         return self._plan
 
-    def _claim(self) -> None:
+    def _claim(self) -> Ownership:
         if self._ownership is None:
             self._ownership = Ownership(self.root, self.timeout)
-            self._refresh()
-
-    def _refresh(self) -> None:
-        """Learns what is in the directory: as its owner, whatever is not committed is garbage."""
-        self._taken |= set(self._repository.named())
-        self._sweep = self._repository.leftovers()
+            self._taken |= set(self._repository.named())
+        return self._ownership
 
     def _arena(self, nbytes: int) -> Arena | None:
         """A free arena; waits for one as `on_busy` says. None: skip."""
@@ -451,7 +498,8 @@ class Engine:
             oldest = next(iter(self._pending), None)
             if oldest is not None:
                 oldest.join()
-            self.deliver()
+            # No finalizations: they could change the state, which is half taken.
+            self._raise_failures()
         return arena
 
     def _capture(
@@ -482,13 +530,22 @@ class Engine:
                 [*self._slots.live(), self._plan_memory.shared.id],
                 on_done,
             )
+            handle.begin(job, arena)
         except BaseException:
+            # The job may be on its way all the same, where this was interrupted: it must not take
+            # the next capture for its own.
+            arena.control.abandon()
+            self._slots.drop(arena)
             self._pending.remove(handle)
-            arena.busy = False
             raise
-        handle.begin(job, arena)
+        later: frozenset[int] = frozenset()
+        if self._overlap:
+            later = owned(collected.tensors, collected.optimizers)
+            self._fences.install(collected.optimizers)
         try:
-            capture(arena, self._copier, collected.tensors, collected.pickles, plan.layout.nbytes)
+            capture = Capture(arena, self._copier, collected.tensors, collected.pickles, later)
+            if later:
+                self._capturing = (handle, capture)
         except BaseException:
             handle.told()
             arena.control.abandon()
@@ -538,8 +595,9 @@ class Engine:
                 stall,
             )
             self._emit(events.SaveCommitted(info, stall, durable))
-        self._ended.append(handle)
-        self._pending.remove(handle)
+        (self._failed if result is None else self._committed).append(handle)
+        with contextlib.suppress(ValueError):
+            self._pending.remove(handle)
 
     def _emit(self, event: events.Event) -> None:
         for listener in list(self._listeners):
@@ -559,8 +617,9 @@ def _close_at_exit() -> None:
     for engine in list(_open):
         try:
             engine.close()
-        except Exception as error:
-            print(f"ckptengine: a save failed at exit: {error}", file=sys.stderr, flush=True)
+        except BaseException as error:
+            what = f"{type(error).__name__}: {error}"
+            print(f"ckptengine: a save failed at exit: {what}", file=sys.stderr, flush=True)
             failed = True
     if failed:
         sys.stdout.flush()

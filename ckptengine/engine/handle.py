@@ -102,25 +102,27 @@ class SaveHandle:
 
         A persister that makes no progress for the engine's `timeout` is ended.
         """
-        job, arena = self._job, self._arena
-        if job is None or arena is None:
+        job = self._job
+        if job is None:
             return True
+        self._engine.check_process()
         patience = self._engine.timeout
         until = None if timeout is None else time.monotonic() + timeout
-        seen, since = -1, time.monotonic()
+        seen, idle = None, 0.0
         while not job.done():
-            now = time.monotonic()
-            if until is not None and now >= until:
+            tick = _TICK if until is None else min(_TICK, until - time.monotonic())
+            if tick <= 0:
                 return False
-            job.wait(_TICK if until is None else min(_TICK, until - now))
-            written = 0 if job.done() else arena.control.written
-            if written != seen:
-                seen, since = written, time.monotonic()
-            elif time.monotonic() - since > patience:
+            job.wait(tick)
+            progress = self._engine.progress()
+            # Looks are counted, not time: a job that was suspended for an hour is not to blame.
+            idle = idle + tick if progress == seen else 0.0
+            seen = progress
+            if idle > patience:
                 self._engine.end_persister(
                     StoreError(
                         f"{self.path}: the store made no progress for {patience:g} s; "
-                        f"{seen} bytes were written",
+                        f"{self.written()} bytes were written",
                         retryable=True,
                     )
                 )
@@ -137,6 +139,12 @@ class SaveHandle:
 
     def begin(self, job: Job, arena: Arena) -> None:
         self._job, self._arena = job, arena
+
+    def written(self) -> int:
+        """Bytes written so far."""
+        if self._job is None or self._arena is None or self._job.done():
+            return 0
+        return self._arena.control.written
 
     def settle(self, info: CheckpointInfo | None, error: BaseException | None) -> None:
         """Sets the outcome, before the job counts as done."""

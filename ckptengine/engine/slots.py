@@ -61,6 +61,11 @@ class Slots:
         self._arenas.append(arena)
         return arena
 
+    def drop(self, arena: Arena) -> None:
+        """Gives one back that nobody may use again."""
+        self._arenas.remove(arena)
+        arena.close()
+
     def live(self) -> list[int]:
         """Ids of all arenas that still exist."""
         return [arena.id for arena in self._arenas]

@@ -348,6 +348,9 @@ def plain(value: Any) -> Any:
         return plain(value.value)
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, (numpy.generic, numpy.ndarray)):
+        if value.dtype.char in "gG":  # longer than any number of Python
+            with numpy.errstate(over="ignore"):
+                value = value.astype("f8" if value.dtype.char == "g" else "c16")
         return plain(value.tolist())
     if value is None or type(value) in (bool, float, str):
         return value

@@ -108,19 +108,22 @@ class _Writer:
     def _write(self, offset: int, nbytes: int) -> None:
         block = self._data[offset : offset + nbytes]
         while block:
+            direct = self._direct
             try:
                 count = os.pwrite(self._fd, block, offset)
             except OSError as error:
                 # Some file systems agree to the switch and refuse the first write.
-                if error.errno != errno.EINVAL or not self._direct:
+                if error.errno != errno.EINVAL or not direct:
                     raise
-                self._direct = False
-                local.set_direct(self._fd, False)
+                self._stop_direct()
                 continue
-            if self._direct and count % PAGE and count < len(block):
+            if direct and count % PAGE and count < len(block):
                 # A short write left the alignment; the rest of the file goes through the cache.
-                self._direct = False
-                local.set_direct(self._fd, False)
+                self._stop_direct()
             block, offset = block[count:], offset + count
             with self._lock:
                 self._progress(count)
+
+    def _stop_direct(self) -> None:
+        local.set_direct(self._fd, False)
+        self._direct = False  # only now: a thread that sees it false takes EINVAL for an error

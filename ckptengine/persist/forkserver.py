@@ -11,6 +11,7 @@ the trainer hold its other end open.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -39,18 +40,22 @@ class ForkServer:
     """The trainer's side. Not for use in a process forked from the one that made it."""
 
     def __init__(self, preload: list[str]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        owner = os.pidfd_open(os.getpid())
-        # An inherited stdout would keep `train | tee log` open for as long as a persister lives.
-        self._log = os.memfd_create("ckptengine-log")
-        arguments = {
-            "socket": theirs.fileno(),
-            "owner": owner,
-            "preload": preload,
-            # Appended, not prepended: a `socket.py` beside the user's script must not shadow ours.
-            "path": [entry for entry in sys.path if entry] + [os.getcwd()] * ("" in sys.path),
-        }
-        try:
+        with contextlib.ExitStack() as passed, contextlib.ExitStack() as kept:
+            self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            kept.callback(self.socket.close)
+            passed.callback(theirs.close)
+            owner = os.pidfd_open(os.getpid())
+            passed.callback(os.close, owner)
+            # An inherited stdout would keep `train | tee log` open as long as a persister lives.
+            self._log = os.memfd_create("ckptengine-log")
+            kept.callback(os.close, self._log)
+            arguments = {
+                "socket": theirs.fileno(),
+                "owner": owner,
+                "preload": preload,
+                # Appended, not prepended: a user's `socket.py` must not shadow the library's.
+                "path": [entry for entry in sys.path if entry] + [os.getcwd()] * ("" in sys.path),
+            }
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-W", "ignore", "-c", _BOOT, json.dumps(arguments)],
                 pass_fds=[theirs.fileno(), owner],
@@ -61,10 +66,7 @@ class ForkServer:
                 cwd="/",
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )
-        finally:
-            theirs.close()
-            os.close(owner)
-        self.socket = ours
+            kept.pop_all()
         self.exits: dict[int, str] = {}  # pid of a dead child: how it ended
 
     def spawn(self, connection: socket.socket, owner: int, timeout: float) -> Child:
@@ -82,6 +84,8 @@ class ForkServer:
                 message = json.loads(data)
                 if "exit" in message:
                     self._note(message)
+                elif not fds:  # the kernel drops what there is no room for
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 else:
                     return Child(message["pid"], fds[0])
         except TimeoutError:
@@ -89,7 +93,7 @@ class ForkServer:
         except OSError as error:
             raise EOFError(f"the fork server is gone: {error}: {self.log()}") from error
 
-    def how_it_ended(self, pid: int, timeout: float = 1.0) -> str:
+    def how_it_ended(self, pid: int, timeout: float = 5.0) -> str:
         """How a child that is known to be dead ended, as far as the server can still tell."""
         self.socket.settimeout(timeout)
         try:
@@ -118,11 +122,19 @@ class ForkServer:
             self._process.wait()
 
     def _note(self, message: dict[str, int]) -> None:
+        status = message["status"]
         self.exits[message["exit"]] = (
-            f"was killed by signal {message['status']} ({signal.Signals(message['status']).name})"
+            f"was killed by signal {status} ({_signal_name(status)})"
             if message["signalled"]
-            else f"exited with status {message['status']}"
+            else f"exited with status {status}"
         )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"
 
 
 def serve(socket_fd: int, owner: int, preload: list[str]) -> NoReturn:

@@ -25,6 +25,7 @@ from .forkserver import Child, ForkServer
 
 _log = logging.getLogger("ckptengine")
 _START_TIMEOUT = 60.0  # seconds; a loaded machine may take long to start an interpreter
+_MAX_MESSAGE = 1 << 18  # beyond what a persister's socket would let it send
 _ids = itertools.count(1)
 
 
@@ -122,20 +123,25 @@ class Pool:
             with self._lock:
                 job = Job(next(self._numbers), on_done)
                 data = json.dumps({"job": job.number, **message}).encode()
-                persister = self._persister or self._start()
-                self._jobs[job.number] = job
                 try:
-                    socket.send_fds(persister.channel, [data], fds)
-                except OSError:
+                    self._send(job, data, fds)
+                except ConnectionError:
                     # It died since the last job and the watcher has not seen it: try a new one.
-                    del self._jobs[job.number]
-                    self._retire(persister)
-                    persister = self._start()
-                    self._jobs[job.number] = job
-                    socket.send_fds(persister.channel, [data], fds)
+                    if self._persister is not None:
+                        self._mourn(self._persister)
+                    self._send(job, data, fds)
                 return job
         finally:
             os.close(fd)
+
+    def _send(self, job: Job, data: bytes, fds: list[int]) -> None:
+        persister = self._persister or self._start()
+        self._jobs[job.number] = job
+        try:
+            socket.send_fds(persister.channel, [data], fds)
+        except BaseException:
+            del self._jobs[job.number]
+            raise
 
     def pid(self) -> int | None:
         """The persister's process id, for tests and tools; never used to judge its life."""
@@ -156,7 +162,8 @@ class Pool:
             job._finish(None, error)
 
     def close(self) -> None:
-        """Lets the persister leave, and the fork server after it. No job may be on its way."""
+        """Lets the persister leave, and the fork server after it. Jobs still on their way end with
+        an error here, though the persister goes on with them."""
         with self._lock:
             if self._closed:
                 return
@@ -169,6 +176,9 @@ class Pool:
         if self._thread is not None:
             self._thread.join()
         self._bury()
+        for job in self._jobs.values():
+            job._finish(None, CheckpointError("the engine was closed before the save had ended"))
+        self._jobs.clear()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -178,16 +188,14 @@ class Pool:
     def _start(self) -> _Persister:
         if self._closed:
             raise CheckpointError("the engine is closed")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        owner = os.pidfd_open(os.getpid())
-        try:
+        with contextlib.ExitStack() as passed, contextlib.ExitStack() as kept:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            kept.callback(ours.close)
+            passed.callback(theirs.close)
+            owner = os.pidfd_open(os.getpid())
+            passed.callback(os.close, owner)
             child = self._spawn(theirs, owner)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(owner)
+            kept.pop_all()
         self._persister = _Persister(ours, child)
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="ckptengine", daemon=True)
@@ -240,25 +248,26 @@ class Pool:
             if persister is None or not ready - {self._wake}:
                 continue
             dead = persister.child.pidfd in ready
-            # Results that it sent before it died still count, so they are taken first.
-            for message in _drain(persister.channel):
-                self._take(message)
             if dead:
                 self._mourn(persister)
+            else:
+                self._take_results(persister)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take_results(self, persister: _Persister) -> None:
         with self._lock:
-            job = self._jobs.pop(message["job"], None)
-        if job is None:
-            return
-        if "error" in message:
-            job._finish(None, _rebuild(message["error"]))
-        elif "abandoned" in message:
-            job._finish(None, CheckpointError("the capture was given up"))
-        else:
-            job._finish(message, None)
+            results = [(self._jobs.pop(m["job"], None), m) for m in _drain(persister.channel)]
+        for job, message in results:
+            if job is None:
+                continue
+            if "error" in message:
+                job._finish(None, _rebuild(message["error"]))
+            elif "abandoned" in message:
+                job._finish(None, CheckpointError("the capture was given up"))
+            else:
+                job._finish(message, None)
 
     def _mourn(self, persister: _Persister) -> None:
+        self._take_results(persister)  # those that it sent before it died still count
         with self._lock:
             if self._persister is not persister:
                 return  # its jobs have been ended by whoever retired it
@@ -268,7 +277,7 @@ class Pool:
             self._jobs.clear()
             self._retire(persister)
         error = WorkerDiedError(
-            f"the persister process {persister.child.pid} {ended} before the save was committed; "
+            f"the persister process {persister.child.pid} {ended} before it told of a commit; "
             "the next save starts a new one" + (f". Its last words: {log}" if log else "")
         )
         for job in jobs:
@@ -278,7 +287,7 @@ class Pool:
 def _drain(channel: socket.socket) -> list[dict[str, Any]]:
     messages = []
     with contextlib.suppress(OSError):
-        while data := channel.recv(1 << 17, socket.MSG_DONTWAIT):
+        while data := channel.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT):
             messages.append(json.loads(data))
     return messages
 

@@ -7,6 +7,7 @@ the jobs that it had handed over are still done.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -58,11 +59,9 @@ def serve_jobs(connection: int, owner: int, entry: Callable[[Job], None]) -> Non
         return not dead.poll(0)
 
     def send(message: dict[str, Any]) -> None:
-        try:
+        # The trainer may be dead, or have left without waiting.
+        with contextlib.suppress(ConnectionError):
             channel.send(json.dumps(message).encode())
-        except OSError:
-            if owner_alive():
-                raise
 
     while True:
         waiter.poll()

@@ -73,11 +73,23 @@ def read_tensors(
             raise CorruptError(f"{lines[0]} (and {len(lines) - 1} more places)", lines)
         with torch.no_grad():
             for target, memory in bounced:
-                target.copy_(memory)
+                _copy(memory, target)
         return sum(piece.part.nbytes for piece in pieces)
     finally:
         for fd in files:
             os.close(fd)
+
+
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _copy(memory: torch.Tensor, target: torch.Tensor) -> None:
+    """Bit by bit where the dtypes agree: torch cannot copy the newest ones into every layout."""
+    raw = _RAW.get(memory.element_size())
+    if raw is None or target.dtype != memory.dtype or target.is_conj() or target.is_neg():
+        target.copy_(memory)
+    else:
+        target.view(raw).copy_(memory.view(raw))
 
 
 def open_files(directory: str, manifest: Manifest, index: Index) -> list[int]:

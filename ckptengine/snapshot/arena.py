@@ -10,17 +10,12 @@ import contextlib
 import mmap
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from ..types import PAGE, Control, TensorPlace, ValuePlace
-
-_LARGE = 256 << 10
-"""Bytes from which a tensor is worth a call of its own."""
-
-_GROUP = 64 << 20
-"""Bytes of small tensors copied between two announcements."""
+from . import device
+from .batches import Batch, batches
 
 _UNSAFE_TO_COPY = {"complex32": torch.int32} | {
     # Kernels of older releases lack some of these; bytes are bytes.
@@ -36,15 +31,6 @@ _UNSAFE_TO_COPY = {"complex32": torch.int32} | {
 }
 
 
-class Batch(NamedTuple):
-    """Tensors `first` to `last` (not included), copied by few calls."""
-
-    first: int
-    last: int
-    large: bool  # copied by memmove, where the tensor's layout allows it
-    raw: bool  # holds dtypes that torch may not know how to copy
-
-
 class Arena:
     """One slot: busy from the capture to the end of its persistence."""
 
@@ -58,10 +44,11 @@ class Arena:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[PAGE:]
         self._installed: object = None
         self.address = self._bytes.data_ptr()  # of the image
+        self._pinned = device.pin(self.address, len(self.image))
         self.views: list[torch.Tensor] = []
         self.places: Sequence[TensorPlace] = ()
         self.values: Sequence[ValuePlace] = ()
-        self.batches: list[Batch] = []
+        self._cut: dict[frozenset[int], list[Batch]] = {}
         self.busy = False
 
     def install(
@@ -80,8 +67,15 @@ class Arena:
         self.views = [self._view(place) for place in tensors]
         self.places = tensors
         self.values = values
-        self.batches = _batches(tensors)
+        self._cut = {}
         self._installed = key
+
+    def batches(self, without: frozenset[int] = frozenset()) -> list[Batch]:
+        """The tensors of the plan, but for those numbers, as they are copied. Cut once a plan."""
+        if without not in self._cut:
+            numbers = (n for n in range(len(self.places)) if n not in without)
+            self._cut[without] = batches(self.places, numbers)
+        return self._cut[without]
 
     def _view(self, place: TensorPlace) -> torch.Tensor:
         dtype = _UNSAFE_TO_COPY.get(place.dtype) or getattr(torch, place.dtype)
@@ -92,6 +86,8 @@ class Arena:
 
     def close(self) -> None:
         """Gives the memory back, once the persister has unmapped it too."""
+        if self._pinned:
+            device.unpin(self.address)
         self.views = []
         self._bytes = torch.empty(0)
         self.control.release()
@@ -132,28 +128,6 @@ def _huge_pages() -> tuple[int, int]:
                 found[name] = int(rest.split()[0])
     free = found.get("HugePages_Free", 0) - found.get("HugePages_Rsvd", 0)
     return found.get("Hugepagesize", 0) * 1024, free
-
-
-def _batches(places: Sequence[TensorPlace]) -> list[Batch]:
-    """Runs of small tensors up to `_GROUP` bytes, and runs of large ones."""
-    batches: list[Batch] = []
-    first = size = 0
-    for number, place in enumerate(places):
-        large = place.nbytes >= _LARGE
-        if number > first and (
-            large != (places[first].nbytes >= _LARGE) or (not large and size >= _GROUP)
-        ):
-            batches.append(_batch(places, first, number))
-            first, size = number, 0
-        size += place.nbytes
-    if places:
-        batches.append(_batch(places, first, len(places)))
-    return batches
-
-
-def _batch(places: Sequence[TensorPlace], first: int, last: int) -> Batch:
-    large = places[first].nbytes >= _LARGE
-    return Batch(first, last, large, any(p.dtype in _UNSAFE_TO_COPY for p in places[first:last]))
 
 
 def copyable(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -226,7 +226,9 @@ class Assignment:
                 f"{dtype} in the state, {entry.dtype} in the checkpoint: pass cast=True to convert"
             )
         elif dtype != entry.dtype and not _convertible(torch_dtype(entry), tensor.dtype):
-            why = f"{dtype} in the state, {entry.dtype} in the checkpoint: torch cannot convert that"
+            why = (
+                f"{dtype} in the state, {entry.dtype} in the checkpoint: torch cannot convert that"
+            )
         else:
             if dtype != entry.dtype:
                 self._casts.append(path)

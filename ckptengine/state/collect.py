@@ -21,6 +21,7 @@ from ..errors import StateError
 from ..format import codec
 from ..format.dtypes import DTYPES
 from ..types import Spec
+from .app_state import AppState
 from .per_rank import PerRank
 from .rng import RngState
 
@@ -41,6 +42,7 @@ class Collected:
     specs: list[Spec] = field(default_factory=list)  # of `tensors`
     values: list[codec.Json] = field(default_factory=list)  # tagged JSON
     pickles: list[bytes] = field(default_factory=list)  # of `values`, for stock readers
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
 
 def collect(state: Mapping[str, Any], rank: int = 0) -> Collected:
@@ -81,6 +83,10 @@ class _Walk:
             inner = obj.obj if isinstance(obj, PerRank) else obj.state_dict()
             return {"$rank": self.node(inner, (*path, str(self.rank)))}
         if is_stateful(obj):
+            if isinstance(obj, AppState):
+                self.out.optimizers.append(obj.optimizer)
+            elif isinstance(obj, torch.optim.Optimizer):
+                self.out.optimizers.append(obj)
             saved = obj.state_dict()  # of a stateful dictionary, often itself
             return (
                 self.mapping(saved, path) if isinstance(saved, Mapping) else self.node(saved, path)

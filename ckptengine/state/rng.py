@@ -23,6 +23,11 @@ class RngState:
         """The generators' states as plain numbers and tensors."""
         version, words, gauss = random.getstate()
         numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
+        if numpy_state["bit_generator"] != "MT19937":
+            raise StateError(
+                f"NumPy's global generator is a {numpy_state['bit_generator']}, which NumPy cannot "
+                "set again: keep its `bit_generator.state` in the state yourself"
+            )
         state: dict[str, Any] = {
             "python": {
                 "version": version,
@@ -65,7 +70,9 @@ class RngState:
                         torch.cuda.set_rng_state(saved, device)
             setting = "torch"
             torch.set_rng_state(state_dict["torch"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (
+            ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+        ) as error:  # fmt: skip
             raise StateError(
                 f"the saved {setting} generator cannot be set: {error!r}. "
                 "Leave RngState out of the state to go on with other random numbers"

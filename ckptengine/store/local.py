@@ -26,6 +26,8 @@ _HINTS = {
     errno.EACCES: "Grant write permission, or choose another directory",
     errno.ENOENT: "The directory was removed during the run; it is not made again",
     errno.EIO: "The device failed: check the system's log",
+    errno.EFBIG: "The file is larger than the file system or `ulimit -f` allows",
+    errno.EMFILE: "Too many files are open: raise `ulimit -n`",
 }
 
 
@@ -38,17 +40,30 @@ def store_errors(doing: str, path: object) -> Iterator[None]:
         where = error.filename or path
         hint = _HINTS.get(error.errno or 0, "")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint += f" ({free_bytes(path)} bytes are free)"
+            hint += f" ({free_space(path)} are free)"
         raise StoreError.from_os_error(error, doing, where, hint) from error
 
 
-def free_bytes(path: object) -> int:
-    """Bytes that an unprivileged writer may still use at `path`, or at its nearest parent."""
+def free_space(path: object) -> str:
+    """What an unprivileged writer may still use at `path`, or at its nearest parent."""
     where = os.path.abspath(str(path))
     while where != "/" and not os.path.exists(where):
         where = os.path.dirname(where)
     found = os.statvfs(where)
-    return found.f_bavail * found.f_frsize
+    return f"{found.f_bavail * found.f_frsize} bytes and {found.f_favail} files"
+
+
+def make_directories(path: str) -> None:
+    """Makes a directory and whichever of its parents are missing, durably: what is synced below a
+    name that power loss takes away is lost with it."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for name in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # somebody else was quicker
+            os.mkdir(name)
+        sync_directory(os.path.dirname(name))
 
 
 def create(path: str) -> int:
@@ -77,10 +92,13 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Makes the names in a directory durable."""
+    """Makes the names in a directory durable, where the file system has a call for that."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
     finally:
         os.close(fd)
 
@@ -90,9 +108,11 @@ def preallocate(fd: int, nbytes: int) -> None:
 
     The system call itself: where it is missing, the C library would write into every block.
     """
-    if nbytes and _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) != 0:
+    while nbytes and _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) != 0:
         code = ctypes.get_errno()
-        if code not in _UNSUPPORTED:
+        if code in _UNSUPPORTED:
+            return
+        if code != errno.EINTR:  # tmpfs gives up when the process is stopped and continued
             raise OSError(code, os.strerror(code))
 
 
@@ -147,6 +167,14 @@ def open_for_reading(path: str) -> int:
         raise NotFoundError(f"{path}: no such file") from None
     except OSError as error:
         raise StoreError.from_os_error(error, "opening", path) from error
+
+
+def names(path: str, fd: int) -> bool:
+    """Whether `path` names the open file `fd`."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def read_exactly(path: str, nbytes: int | None = None) -> bytes:

@@ -20,15 +20,21 @@ import struct
 import time
 
 from ..errors import ConflictError, StoreError
-from .local import store_errors
+from . import local
 
 NAME = ".owner"
 _TRAINER, _PERSISTER = 0, 1
 _FLOCK = struct.Struct("@hhqqi0q")
 _log = logging.getLogger("ckptengine")
-_held: set[tuple[int, int]] = set()
+
+FileKey = tuple[int, int]
+"""Device and inode."""
+
+_held: set[FileKey] = set()
 """Files locked by this process. A process never conflicts with its own record locks, and closing
 any descriptor of such a file drops them, so a second opening must be refused before it is made."""
+
+os.register_at_fork(after_in_child=_held.clear)  # record locks stay with the parent
 
 
 class Ownership:
@@ -41,15 +47,10 @@ class Ownership:
 
     def __init__(self, root: str, timeout: float) -> None:
         path = os.path.join(root, NAME)
-        with store_errors("claiming", root):
-            os.makedirs(root, exist_ok=True)
-            try:
-                found = os.stat(path)
-            except FileNotFoundError:
-                pass
-            else:
-                if (found.st_dev, found.st_ino) in _held:
-                    raise ConflictError(f"{root}: another engine of this process writes there")
+        with local.store_errors("claiming", root):
+            local.make_directories(root)
+            if _key(path) in _held:
+                raise ConflictError(f"{root}: another engine of this process writes there")
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             try:
@@ -70,21 +71,34 @@ class Ownership:
             os.close(self._fd)
             raise
         found = os.fstat(self._fd)
-        self._key = (found.st_dev, found.st_ino)
-        _held.add(self._key)
+        self.key = (found.st_dev, found.st_ino)
+        _held.add(self.key)
 
     def release(self) -> None:
         """Gives the directory back. Safe to call twice."""
         if self._fd >= 0:
-            _held.discard(self._key)
+            _held.discard(self.key)
             os.close(self._fd)
             self._fd = -1
 
 
-def claim_for_persister(root: str) -> None:
-    """Locks the persister's byte until this process ends. Called once a process and directory."""
-    fd = os.open(os.path.join(root, NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    fcntl.lockf(fd, fcntl.LOCK_EX, 1, _PERSISTER)  # the descriptor stays open on purpose
+def claim_for_persister(root: str) -> int:
+    """Locks the persister's byte until this process ends, and returns the descriptor that must
+    stay open. Called once a process and directory."""
+    fd = os.open(os.path.join(root, NAME), os.O_RDWR | os.O_CLOEXEC)
+    fcntl.lockf(fd, fcntl.LOCK_EX, 1, _PERSISTER)
+    return fd
+
+
+def check_unchanged(root: str, key: FileKey) -> None:
+    """Raises ConflictError when `root` is no longer the directory whose `Ownership` has `key`:
+    whoever removed it and started anew would find this run's checkpoints among its own. Raises
+    FileNotFoundError when it is gone."""
+    found = os.stat(os.path.join(root, NAME))
+    if (found.st_dev, found.st_ino) != key:
+        raise ConflictError(
+            f"{root}: the directory was replaced during the run, and belongs to another one now"
+        )
 
 
 def await_orphan(root: str, timeout: float, fd: int | None = None) -> None:
@@ -96,8 +110,7 @@ def await_orphan(root: str, timeout: float, fd: int | None = None) -> None:
     if fd is None:
         try:
             path = os.path.join(root, NAME)
-            found = os.stat(path)
-            if (found.st_dev, found.st_ino) in _held:
+            if _key(path) in _held:
                 return  # our own directory; opening it here would drop its locks
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -118,6 +131,14 @@ def await_orphan(root: str, timeout: float, fd: int | None = None) -> None:
     finally:
         if own:
             os.close(fd)
+
+
+def _key(path: str) -> FileKey | None:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _holder(fd: int, byte: int) -> int | None:

@@ -50,14 +50,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest(finished(tmp_path_factory.mktemp("uninterrupted") / "run"))
 
 
+@pytest.mark.parametrize("step", [6, 24])  # the first save, and one with others before it
 def test_killed_in_the_middle_of_a_save_it_resumes_bit_equal(
-    tmp_path: Path, uninterrupted: str
+    tmp_path: Path, uninterrupted: str, step: int
 ) -> None:
-    kill = ["--kill-at", "24"]
+    kill = ["--kill-at", str(step)]
     finished(tmp_path / "run", *kill, code=-signal.SIGKILL)
     second = finished(tmp_path / "run", *kill)
     # The call had returned, so the state was captured, and the persister outlives the trainer.
-    assert resumed_from(second) == 24
+    assert resumed_from(second) == step
     assert digest(second) == uninterrupted
 
 

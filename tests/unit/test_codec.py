@@ -70,6 +70,16 @@ def through_json(value: Any) -> Any:
     return codec.decode(json.loads(text))
 
 
+def read_by_torch(value: Any) -> Any:
+    """What `torch.load(weights_only=True)` makes of the form that stock readers get."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps(codec.plain(value), 2))
+        file.writestr("archive/version", "3\n")
+    archive.seek(0)
+    return torch.load(archive, weights_only=True)
+
+
 TEXTS = st.text(st.characters(exclude_categories=()))  # surrogates included
 NUMBERS = st.integers() | st.floats() | st.complex_numbers() | st.integers(-(2**9000), 2**9000)
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS | st.binary()
@@ -101,17 +111,11 @@ def test_values_come_back_as_they_were(identical: Identical, value: Any) -> None
 
 @given(VALUES)
 def test_stock_torch_reads_the_plain_form_of_any_value(value: Any) -> None:
-    raw = pickle.dumps(codec.plain(value), 2)
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("archive/data.pkl", raw)
-        file.writestr("archive/version", "3\n")
-    archive.seek(0)
-    loaded = torch.load(archive, weights_only=True)
-    assert repr(loaded) == repr(pickle.loads(raw))
+    loaded = read_by_torch(value)
+    assert repr(loaded) == repr(pickle.loads(pickle.dumps(codec.plain(value), 2)))
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     "value",
     [
         Colour.RED,
@@ -147,6 +151,9 @@ def test_stock_torch_reads_the_plain_form_of_any_value(value: Any) -> None:
         np.float64(0.1),
         np.float16("nan"),
         np.longdouble(1) / 3,
+        np.array([1, "inf"], dtype=np.clongdouble),
+        np.finfo(np.longdouble).max,
+        np.void(b"abc"),
         np.bool_(True),
         np.uint64(2**64 - 1),
         np.complex64(1 - 2j),
@@ -165,8 +172,18 @@ def test_stock_torch_reads_the_plain_form_of_any_value(value: Any) -> None:
     ],
     ids=lambda value: f"{type(value).__name__}-{value!r}"[:50],
 )
+
+
+@KINDS
 def test_kinds_come_back_as_they_were(identical: Identical, value: Any) -> None:
     assert identical(through_json(value), value)
+
+
+@KINDS
+def test_stock_torch_reads_the_plain_form_of_any_kind(value: Any) -> None:
+    for case in (value, [value], {"k": (value,)}):
+        loaded = read_by_torch(case)
+        assert repr(loaded) == repr(pickle.loads(pickle.dumps(codec.plain(case), 2)))
 
 
 def test_subclasses_of_plain_types_become_the_plain_data_they_hold(identical: Identical) -> None:
