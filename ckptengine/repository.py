@@ -18,6 +18,7 @@ from .format import manifest as manifest_format
 from .format.checksum import bytes_digest
 from .format.index import Index
 from .format.manifest import FileEntry, Manifest
+from .pause import collector_paused
 from .store import local
 from .types import CheckpointId
 
@@ -70,7 +71,8 @@ class Repository:
         data = local.read_exactly(path, entry.nbytes)
         if bytes_digest(data) != entry.digest:
             raise CorruptError(f"{path}: the index does not match its digest")
-        return Index.from_bytes(data, path)
+        with collector_paused():
+            return Index.from_bytes(data, path)
 
     def intact(self, checkpoint: CheckpointId) -> bool:
         """Whether the commit record verifies and every file has its size: what can be told

@@ -35,9 +35,10 @@ def removable(
 def _ranked(manifests: Iterable[Manifest], keep: Keep) -> list[Manifest]:
     """Best first. A missing or NaN metric is worst, and of equals the newer one is better."""
 
-    def badness(manifest: Manifest) -> tuple[float, int, int]:
+    def badness(manifest: Manifest) -> tuple[float, float, int, int]:
         value = manifest.metrics.get(keep.metric or "", math.nan)
-        worse = math.inf if math.isnan(value) else value if keep.mode == "min" else -value
-        return (worse, -manifest.step, -manifest.attempt)
+        unknown = math.isnan(value)
+        worse = 0.0 if unknown else value if keep.mode == "min" else -value
+        return (unknown, worse, -manifest.step, -manifest.attempt)
 
     return sorted(manifests, key=badness)

@@ -18,9 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import ckptengine as ce
 from ckptengine.testing.faults import Faults
+
+# Tests share their machine with others: time says nothing about a single example.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 
 @pytest.fixture
@@ -99,7 +104,7 @@ class Program:
         path = [str(Path(ce.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, str(self.file), *options.pop("args", [])],
+                [sys.executable, "-W", "ignore::FutureWarning", str(self.file)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},

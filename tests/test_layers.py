@@ -12,6 +12,7 @@ import ckptengine
 ROOT = Path(ckptengine.__file__).parent
 FLOORS = {
     "errors": 0, "types": 0, "protocols": 0, "config": 0, "events": 0,
+    "pause": 0,
     "format": 1, "store": 1,
     "state": 2, "plan": 2, "snapshot": 2, "persist": 2,
     "repository": 3,

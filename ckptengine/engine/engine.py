@@ -26,6 +26,7 @@ from ..errors import (
     StoreError,
 )
 from ..format.manifest import Manifest
+from ..pause import collector_paused
 from ..persist.pool import Job, Pool, SharedMemory
 from ..plan.plan import Plan, make_plan
 from ..repository import Repository, next_attempt
@@ -144,11 +145,12 @@ class Engine:
             self._enter()
             number = None if step is None else config.checked_step(step)
             kept_user, kept_metrics = config.checked_user(user), config.checked_metrics(metrics)
-            collected = collect(state)
-            collected_at = time.monotonic()
-            with local.store_errors("planning a save in", self.root):
-                plan = self._planned(collected)
-            planned_at = time.monotonic()
+            with collector_paused():
+                collected = collect(state)
+                collected_at = time.monotonic()
+                with local.store_errors("planning a save in", self.root):
+                    plan = self._planned(collected)
+                planned_at = time.monotonic()
             ownership = self._claim()
             if number is None:
                 number = max((c.step for c in self._taken), default=-1) + 1
@@ -306,12 +308,13 @@ class Engine:
                 f"{path}: written by {record.world_size} ranks; this release restores those of one"
             )
         with self._repository.hold(checkpoint):
-            index = self._repository.index(checkpoint, record, 0)
-            assignment = Assignment(
-                state, index.tree, index.tensors, index.values, strict=strict, cast=cast
-            )
-            assignment.allocate()
-            nbytes = read_tensors(path, record, index, assignment.fills, verify=self._verify)
+            with collector_paused():
+                index = self._repository.index(checkpoint, record, 0)
+                assignment = Assignment(
+                    state, index.tree, index.tensors, index.values, strict=strict, cast=cast
+                )
+                assignment.allocate()
+                nbytes = read_tensors(path, record, index, assignment.fills, verify=self._verify)
             assignment.finish()
         return replace(record.info(path), sources={"local": nbytes}, report=assignment.report)
 
@@ -534,6 +537,7 @@ class Engine:
         except BaseException:
             # The job may be on its way all the same, where this was interrupted: it must not take
             # the next capture for its own.
+            handle.told()
             arena.control.abandon()
             self._slots.drop(arena)
             self._pending.remove(handle)

@@ -142,13 +142,12 @@ class SaveHandle:
 
     def written(self) -> int:
         """Bytes written so far."""
-        if self._job is None or self._arena is None or self._job.done():
-            return 0
-        return self._arena.control.written
+        arena = self._arena
+        return arena.control.written if arena else 0
 
     def settle(self, info: CheckpointInfo | None, error: BaseException | None) -> None:
         """Sets the outcome, before the job counts as done."""
-        self._info, self._error = info, error
+        self._info, self._error, self._arena = info, error, None
 
     def settled(self) -> bool:
         """Whether nobody is left to be told of its end."""

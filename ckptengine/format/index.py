@@ -13,13 +13,14 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import zstandard
 
 from ..errors import CorruptError
-from ..types import Chunk
+from ..types import PART, Chunk
 from .checksum import segments
 from .dtypes import DTYPES
 
@@ -27,7 +28,10 @@ DCP_METADATA = ".metadata"
 """The file that stock readers use in the index's stead."""
 
 _LEVEL = 3
-_MAX_RATIO = 1024  # JSON of like items shrinks 30-fold; more is somebody's bomb
+_MAX_RATIO = 1024  # JSON of like items shrinks 30-fold; a reader takes more for somebody's bomb
+_SMALL_WINDOW = zstandard.ZstdCompressionParameters(
+    window_log=10, write_checksum=True
+)  # in blocks of 1 KiB, so that nothing shrinks more than 256-fold
 
 
 class TensorEntry(NamedTuple):
@@ -93,7 +97,14 @@ def _frame(value: Any) -> bytes:
 
 
 def _compress(data: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
+    packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
+    if _is_sane(len(data), len(packed)):
+        return packed
+    return zstandard.ZstdCompressor(compression_params=_SMALL_WINDOW).compress(data)
+
+
+def _is_sane(nbytes: int, packed_nbytes: int) -> bool:
+    return nbytes <= (packed_nbytes + 1024) * _MAX_RATIO
 
 
 @dataclass(frozen=True)
@@ -144,57 +155,85 @@ class Index:
         ) as error:  # fmt: skip
             raise CorruptError(f"{where}: not an index: {error!r}") from error
 
-    @cached_property
-    def parts(self) -> tuple[tuple[Part, ...], ...]:
-        """The checksummed parts of each file, gaps included, tiling it in order."""
-        return tuple(
-            tuple(part for _, part in self._tiling(file)) for file in range(len(self.files))
-        )
-
-    @cached_property
-    def tensor_parts(self) -> tuple[tuple[Part, ...], ...]:
-        """The checksummed parts of each tensor's payload, in order."""
-        found: dict[tuple[int, int], list[Part]] = {}
-        for file in range(len(self.files)):
-            for start, part in self._tiling(file):
-                if start >= 0:
-                    found.setdefault((file, start), []).append(part)
-        return tuple(
-            tuple(found[entry.file, entry.offset]) if entry.nbytes else () for entry in self.tensors
-        )
-
-    def _tiling(self, file: int) -> list[tuple[int, Part]]:
-        """Each part of `file`, with the offset of the payload that it belongs to, or -1."""
-        entries: list[TensorEntry | ValueEntry] = [*self.tensors, *self.value_entries]
-        places = sorted({(e.offset, e.nbytes) for e in entries if e.file == file and e.nbytes})
-        end = 0
-        for offset, nbytes in places:
-            if offset < end:
-                raise CorruptError(f"{self.files[file].name}: its payloads overlap in the index")
-            end = offset + nbytes
-        chunks = [Chunk(offset, nbytes, (0, 0)) for offset, nbytes in places]
-        tiling = list(segments(chunks, self.files[file].nbytes))
-        crcs = array("I", self.tables[file])
-        if len(crcs) != len(tiling):
-            raise CorruptError(
-                f"{self.files[file].name}: {len(crcs)} checksums for {len(tiling)} parts"
-            )
+    def tensor_parts(self, number: int) -> list[Part]:
+        """The checksummed parts of one tensor's payload, in order."""
+        entry = self.tensors[number]
+        if not entry.nbytes:
+            return []
+        first, end = self._first_parts[entry.file][entry.offset], entry.offset + entry.nbytes
+        table = self._crcs[entry.file]
         return [
-            (chunks[s.chunk].offset if s.chunk >= 0 else -1, Part(s.offset, s.nbytes, crc))
-            for s, crc in zip(tiling, crcs, strict=True)
+            Part(offset, min(PART, end - offset), table[first + nth])
+            for nth, offset in enumerate(range(entry.offset, end, PART))
         ]
+
+    def parts(self, file: int) -> list[Part]:
+        """The checksummed parts of a whole file, gaps included, tiling it in order."""
+        assert len(self._first_parts) > file  # checks the table
+        chunks = [Chunk(offset, nbytes, (0, 0)) for offset, nbytes in self._places[file]]
+        tiling = segments(chunks, self.files[file].nbytes)
+        return [
+            Part(segment.offset, segment.nbytes, crc)
+            for segment, crc in zip(tiling, self._crcs[file], strict=True)
+        ]
+
+    @cached_property
+    def _crcs(self) -> list[array[int]]:
+        return [array("I", table) for table in self.tables]
+
+    @cached_property
+    def _places(self) -> list[list[tuple[int, int]]]:
+        """Offset and size of every payload of each file, ascending."""
+        found: list[set[tuple[int, int]]] = [set() for _ in self.files]
+        for entry in self.tensors:
+            if entry.nbytes:
+                found[entry.file].add((entry.offset, entry.nbytes))
+        for value in self.value_entries:
+            if value.nbytes:
+                found[value.file].add((value.offset, value.nbytes))
+        places = [sorted(one) for one in found]
+        for file, ascending in zip(self.files, places, strict=True):
+            for (offset, nbytes), (following, _) in pairwise(ascending):
+                if offset + nbytes > following:
+                    raise CorruptError(f"{file.name}: its payloads overlap in the index")
+        return places
+
+    @cached_property
+    def _first_parts(self) -> list[dict[int, int]]:
+        """Of each file: a payload's offset to the number of its first part in the CRC table, which
+        has been held against the number of parts that it should cover."""
+        found: list[dict[int, int]] = []
+        for file, places, table in zip(self.files, self._places, self._crcs, strict=True):
+            first: dict[int, int] = {}
+            number = end = 0
+            for offset, nbytes in places:
+                number += offset > end  # the gap before it
+                first[offset] = number
+                number += -(-nbytes // PART)
+                end = offset + nbytes
+            number += file.nbytes > end
+            if len(table) != number:
+                raise CorruptError(f"{file.name}: {len(table)} checksums for {number} parts")
+            found.append(first)
+        return found
 
 
 def _check_tensor(entry: TensorEntry, files: Sequence[FileSize]) -> None:
-    numel = math.prod(map(_count, entry.shape))
-    if len(entry.stride) != len(entry.shape):
-        raise ValueError("shape and stride differ in length")
-    if _count(entry.nbytes) != numel * DTYPES[entry.dtype].itemsize:
+    if _count(entry.nbytes) != _dense_nbytes(entry.dtype, entry.shape, entry.stride):
         raise ValueError("a tensor's size is not that of its shape")
     if _count(entry.offset) + entry.nbytes > files[_count(entry.file)].nbytes:
         raise ValueError("a tensor lies outside its file")
-    if numel and not is_dense(entry.shape, entry.stride):
+
+
+@lru_cache(maxsize=65536, typed=True)
+def _dense_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Bytes of a dense tensor of that form. Cached: the tensors of a model have few forms."""
+    numel = math.prod(map(_count, shape))
+    if len(stride) != len(shape):
+        raise ValueError("shape and stride differ in length")
+    if numel and not is_dense(shape, stride):
         raise ValueError("a tensor's strides leave its payload")
+    return numel * DTYPES[dtype].itemsize
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -218,7 +257,7 @@ def _decompress(data: bytes) -> bytes:
     out = bytearray()
     while data:
         size = zstandard.frame_content_size(data)
-        if size < 0 or size > (len(data) + 1024) * _MAX_RATIO:
+        if size < 0 or not _is_sane(size, len(data)):
             raise ValueError("a compressed frame does not say a sane size")
         unpacker = zstandard.ZstdDecompressor().decompressobj()
         piece = unpacker.decompress(data)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from .. import errors
 from ..errors import CheckpointError, StoreError, WorkerDiedError
 from .forkserver import Child, ForkServer
+from .worker import receive
 
 _log = logging.getLogger("ckptengine")
 _START_TIMEOUT = 60.0  # seconds; a loaded machine may take long to start an interpreter
@@ -49,7 +50,7 @@ class Job:
         self.number = number
         self.result: dict[str, Any] | None = None
         self.error: BaseException | None = None
-        self._on_done = on_done
+        self._on_done: Callable[[Job], None] | None = on_done
         self._event = threading.Event()
 
     def done(self) -> bool:
@@ -59,11 +60,13 @@ class Job:
         return self._event.wait(timeout)
 
     def _finish(self, result: dict[str, Any] | None, error: BaseException | None) -> None:
-        if self.done():
+        # Let go of: it leads back to who holds this job, and so to memory that would stay for long.
+        on_done, self._on_done = self._on_done, None
+        if on_done is None:
             return
         self.result, self.error = result, error
         try:
-            self._on_done(self)
+            on_done(self)
         except Exception:
             _log.exception("the end of a save could not be handled")
         finally:
@@ -231,27 +234,32 @@ class Pool:
             os.close(persister.child.pidfd)
 
     def _watch(self) -> None:
-        while True:
-            self._bury()
-            with self._lock:
-                if self._closed:
-                    return
-                persister = self._persister
-            poller = select.poll()
-            poller.register(self._wake, select.POLLIN)
-            if persister is not None:
-                poller.register(persister.channel, select.POLLIN)
-                poller.register(persister.child.pidfd, select.POLLIN)
-            ready = {fd for fd, _ in poller.poll()}
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            if persister is None or not ready - {self._wake}:
-                continue
-            dead = persister.child.pidfd in ready
-            if dead:
-                self._mourn(persister)
-            else:
-                self._take_results(persister)
+        while not self._closed:
+            try:
+                self._bury()
+                self._look()
+            except Exception as error:
+                # Whoever waits must be told: nobody else looks at the process.
+                _log.exception("the persister can no longer be watched")
+                self.kill(CheckpointError(f"the persister could not be watched: {error!r}"))
+
+    def _look(self) -> None:
+        with self._lock:
+            persister = self._persister
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        if persister is not None:
+            poller.register(persister.channel, select.POLLIN)
+            poller.register(persister.child.pidfd, select.POLLIN)
+        ready = {fd for fd, _ in poller.poll()}
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        if persister is None or not ready - {self._wake}:
+            return
+        if persister.child.pidfd in ready:
+            self._mourn(persister)
+        else:
+            self._take_results(persister)
 
     def _take_results(self, persister: _Persister) -> None:
         with self._lock:
@@ -286,8 +294,8 @@ class Pool:
 
 def _drain(channel: socket.socket) -> list[dict[str, Any]]:
     messages = []
-    with contextlib.suppress(OSError):
-        while data := channel.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT):
+    with contextlib.suppress(BlockingIOError):
+        while data := receive(lambda: channel.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)):
             messages.append(json.loads(data))
     return messages
 

@@ -16,9 +16,11 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..types import PAGE, Control
+
+T = TypeVar("T")
 
 _NICENESS = 10
 _MAX_MESSAGE = 64 << 10
@@ -64,13 +66,11 @@ def serve_jobs(connection: int, owner: int, entry: Callable[[Job], None]) -> Non
             channel.send(json.dumps(message).encode())
 
     while True:
-        waiter.poll()
-        try:
-            data, fds, _, _ = socket.recv_fds(channel, _MAX_MESSAGE, 3, socket.MSG_DONTWAIT)
-        except BlockingIOError:  # the trainer is dead, and all that it sent is done
-            return
-        except OSError:
-            return
+        # Asked, not tried: `recv_fds` drops its flags, and a dead trainer's socket may be held open
+        # by a child that it has just forked.
+        if channel.fileno() not in {fd for fd, _ in waiter.poll()}:
+            return  # the trainer is dead, and all that it sent is done
+        data, fds, _, _ = receive(lambda: socket.recv_fds(channel, _MAX_MESSAGE, 3))
         if not data:
             return
         message = json.loads(data)
@@ -106,6 +106,15 @@ def serve_jobs(connection: int, owner: int, entry: Callable[[Job], None]) -> Non
             job.image.release()
             job.plan.release()
             view.release()
+
+
+def receive(call: Callable[[], T]) -> T:
+    """What `call` receives. A peer that dies with messages unread makes the next call fail, once,
+    though what it had sent before is still there."""
+    try:
+        return call()
+    except ConnectionResetError:
+        return call()
 
 
 def describe(error: BaseException) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _blocks(located: Located, found: Contents, key: str) -> Iterator[bytes]:
     path = os.path.join(located.path, index.files[entry.file].name)
     fd = local.open_for_reading(path)
     try:
-        for part in index.tensor_parts[number]:
+        for part in index.tensor_parts(number):
             with local.store_errors("reading", path):
                 yield os.pread(fd, part.nbytes, part.offset)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap as mmap_module
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from ..format import codec, tree
 from ..format.checksum import crc32
 from ..format.index import Index
 from ..repository import Hold
-from ..state.assign import empty, resolve, torch_dtype
+from ..state.rebuild import empty, resolve, torch_dtype
 from ..types import CheckpointInfo
 from .locate import locate
 from .read import open_files, read_tensors
@@ -57,7 +58,7 @@ class _Source:
         self.path = path
         self.manifest = manifest
         self.index = index
-        self._hold = hold
+        weakref.finalize(self, hold.release)
         self._taken: dict[int, torch.Tensor] = {}
         self._maps: list[torch.Tensor] | None = None
         if mapped:
@@ -87,7 +88,7 @@ class _Source:
             read_tensors(self.path, self.manifest, self.index, [(number, tensor)])
             return tensor
         mapped = self._maps[entry.file]
-        for part in self.index.tensor_parts[number]:
+        for part in self.index.tensor_parts(number):
             data = mapped[part.offset : part.offset + part.nbytes]
             if crc32(data.numpy()) != part.crc:
                 where = os.path.join(self.path, self.index.files[entry.file].name)

@@ -61,7 +61,7 @@ def read_tensors(
             base = memory.data_ptr() - entry.offset
             pieces.extend(
                 _Piece(files[entry.file], file.name, part, base + part.offset)
-                for part in index.tensor_parts[number]
+                for part in index.tensor_parts(number)
             )
         bad = _in_parallel(pieces, verify)
         if bad:

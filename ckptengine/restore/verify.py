@@ -56,7 +56,7 @@ def _verify_file(
         return [f"{path}: not in the commit record"]
     problems: list[str] = []
     try:
-        parts = index.parts[number]
+        parts = index.parts(number)
         if table_digest(index.tables[number]) != entry.digest:
             problems.append(f"{path}: its checksums do not match the commit record")
         fd = local.open_for_reading(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -58,29 +58,39 @@ class AppState:
         reordered; one live group must not mix parameters of two saved groups.
         """
         names = self.names()
-        group_of = {
-            name: index
-            for index, group in enumerate(saved["param_groups"])
-            for name in group["params"]
-        }
-        absent = [name for name in names.values() if name not in group_of]
-        if absent:
-            raise StateError(f"the checkpoint has no optimizer group for {absent[:10]}", absent)
-        groups = []
-        empty = [group for group in saved["param_groups"] if not group["params"]]
-        for live in self.optimizer.state_dict()["param_groups"]:
-            sources = {group_of[names[number]] for number in live["params"]}
-            if len(sources) > 1:
-                raise StateError("an optimizer group takes parameters from several saved groups")
-            if sources:
-                source = saved["param_groups"][sources.pop()]
-            else:
-                source = empty.pop(0) if empty else live
-            groups.append({**source, "params": live["params"]})
+        sources = self.group_sources([group["params"] for group in saved["param_groups"]])
+        live_groups = self.optimizer.state_dict()["param_groups"]
+        groups = [
+            {
+                **(live if source is None else saved["param_groups"][source]),
+                "params": live["params"],
+            }
+            for live, source in zip(live_groups, sources, strict=True)
+        ]
         state = {
             number: saved["state"][name] for number, name in names.items() if name in saved["state"]
         }
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def group_sources(self, saved: Sequence[Sequence[str]]) -> list[int | None]:
+        """For each group of the optimizer, the saved one (of these parameters) that it goes on from;
+        None where it is new and has no parameters. Raises StateError where that cannot be said."""
+        names = self.names()
+        group_of = {name: index for index, group in enumerate(saved) for name in group}
+        absent = [name for name in names.values() if name not in group_of]
+        if absent:
+            raise StateError(f"the checkpoint has no optimizer group for {absent[:10]}", absent)
+        empty = iter([index for index, group in enumerate(saved) if not group])
+        sources: list[int | None] = []
+        for live in self.optimizer.state_dict()["param_groups"]:
+            found = {group_of[names[number]] for number in live["params"]}
+            if len(found) > 1:
+                raise StateError(
+                    f"one of the optimizer's groups takes parameters from the saved groups {found}: "
+                    "which one's options it should have cannot be said"
+                )
+            sources.append(found.pop() if found else next(empty, None))
+        return sources
 
     def names(self) -> dict[int, str]:
         """The optimizer's number of each parameter, to its name in the model."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +23,21 @@ from ..format.index import TensorEntry
 from ..types import Report
 from .app_state import AppState, plain_name, unwrapped
 from .collect import array_fits, is_stateful, readable
+from .live import (
+    convertible,
+    is_hooked,
+    is_plain_module,
+    is_plain_optimizer,
+    loads_its_own_way,
+    memory_of,
+    overlaps_itself,
+    owns,
+)
 from .per_rank import PerRank
+from .rebuild import MARKS, empty, kind_of, resolve, tensor_number, torch_dtype
 from .rng import RngState
 
 _NAMED_AT_MOST = 20  # keys in one error message
-_MARKS = {"$rank": "state of one rank", "$wrapper": "a tensor subclass"}
 _EXTRA_STATE = "_extra_state"  # how keys end whose value is the module's own business
 
 Setter = Callable[[Any], None]
@@ -106,16 +115,19 @@ class Assignment:
                 self._finish_last.append(lambda: obj.load_state_dict(deferred.value))
         elif isinstance(obj, AppState):
             self._app_state(obj, node, path)
-        elif isinstance(obj, torch.nn.Module) and _plain_module(obj):
+        elif isinstance(obj, torch.nn.Module) and is_plain_module(obj):
             self._module(obj, node, path)
-        elif isinstance(obj, torch.optim.Optimizer) and _plain_optimizer(obj):
+        elif isinstance(obj, torch.optim.Optimizer) and is_plain_optimizer(obj):
             self._optimizer(obj, node, path)
         elif is_stateful(obj):
             deferred = self._defer(node)
             self._finish.append(lambda: _load(obj, deferred.value, path))
         elif isinstance(obj, torch.Generator):
+            if tensor_number(node) is None:
+                what = f"the state has a generator, the checkpoint {kind_of(node)}"
+                self._problems.append((path, what))
             deferred = self._defer(node)
-            self._finish_last.append(lambda: _set_generator(obj, deferred.value))
+            self._finish_last.append(lambda: _set_generator(obj, deferred.value, path))
         elif isinstance(obj, np.ndarray) and array_fits(obj):
             self._array(obj, node, path, put)
         elif _is_plain(obj):
@@ -128,7 +140,9 @@ class Assignment:
     def _mapping(self, obj: Any, node: codec.Json, path: codec.Path) -> None:
         children = tree.children(node)
         if children is None:
-            self._problems.append((path, f"the state has a mapping, the checkpoint {_kind(node)}"))
+            self._problems.append(
+                (path, f"the state has a mapping, the checkpoint {kind_of(node)}")
+            )
             return
         if not isinstance(obj, MutableMapping):
             self._problems.append(
@@ -144,12 +158,13 @@ class Assignment:
     def _sequence(self, obj: Any, node: codec.Json, path: codec.Path, put: Setter) -> None:
         items = tree.items(node)
         if items is None or len(items) != len(obj):
-            held = _kind(node) if items is None else f"{len(items)} items"
+            held = kind_of(node) if items is None else f"{len(items)} items"
             self._problems.append((path, f"the state has {len(obj)} items, the checkpoint {held}"))
             return
         target = obj if isinstance(obj, list) else list(obj)
-        for index, (value, item) in enumerate(zip(obj, items, strict=True)):
-            self._match(value, item, (*path, index), self._setter(target, index))
+        parts = getattr(obj, "_fields", range(len(obj)))
+        for index, (part, value, item) in enumerate(zip(parts, obj, items, strict=True)):
+            self._match(value, item, (*path, part), self._setter(target, index))
         if target is not obj:
             make = getattr(obj, "_make", type(obj))  # a named tuple takes its items one by one
             self._finish.append(lambda: put(make(target)))
@@ -175,11 +190,11 @@ class Assignment:
         if is_traceable_wrapper_subclass(tensor):
             self._wrapper(tensor, node, path)
             return
-        index = _tensor_number(node)
+        index = tensor_number(node)
         if index is None:
-            self._problems.append((path, f"the state has a tensor, the checkpoint {_kind(node)}"))
+            self._problems.append((path, f"the state has a tensor, the checkpoint {kind_of(node)}"))
         elif self._fits(tensor, index, path):
-            held, other = self._targets.setdefault(_memory(tensor), (index, path))
+            held, other = self._targets.setdefault(memory_of(tensor), (index, path))
             if held != index:
                 why = f"shares its memory with {codec.key_text(other)}, but not in the checkpoint"
                 self._problems.append((path, f"{why}: untie it first"))
@@ -203,29 +218,31 @@ class Assignment:
                 self._match(inner, body[1][name], (*path, name), lambda _: None)
 
     def _array(self, array: np.ndarray, node: codec.Json, path: codec.Path, put: Setter) -> None:
-        memory = readable(array)
-        self._tensor(torch.from_numpy(memory), node, path)
-        if memory is not array and array.flags.writeable:
-            self._finish.append(lambda: np.copyto(array, memory))
-        elif memory is not array:
-            self._finish.append(lambda: put(memory))
+        filled = readable(array)
+        self._tensor(torch.from_numpy(filled), node, path)
+        if filled is not array and array.flags.writeable:
+            self._finish.append(lambda: np.copyto(array, filled))
+        elif filled is not array:
+            self._finish.append(lambda: put(filled))
 
-    def _fits(self, tensor: torch.Tensor, index: int, path: codec.Path) -> bool:
+    def _fits(
+        self, tensor: torch.Tensor, index: int, path: codec.Path, *, any_shape: bool = False
+    ) -> bool:
         entry = self._tensors[index]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_meta:
             why = "a meta tensor has no memory: call `to_empty` first"
-        elif is_lazy(tensor):
+        elif is_lazy(tensor) and not any_shape:
             why = "an uninitialized parameter: run the model once before it is filled"
-        elif tuple(tensor.shape) != entry.shape:
+        elif not any_shape and tuple(tensor.shape) != entry.shape:
             why = f"shape {tuple(tensor.shape)} in the state, {entry.shape} in the checkpoint"
-        elif _overlaps_itself(tensor):
+        elif not any_shape and overlaps_itself(tensor):
             why = "elements that share memory (expanded, say) cannot be filled: `clone` it first"
         elif dtype != entry.dtype and not self._cast:
             why = (
                 f"{dtype} in the state, {entry.dtype} in the checkpoint: pass cast=True to convert"
             )
-        elif dtype != entry.dtype and not _convertible(torch_dtype(entry), tensor.dtype):
+        elif dtype != entry.dtype and not convertible(torch_dtype(entry), tensor.dtype):
             why = (
                 f"{dtype} in the state, {entry.dtype} in the checkpoint: torch cannot convert that"
             )
@@ -246,26 +263,29 @@ class Assignment:
         """`stored_name`: of a key of the module's dictionary, that in the checkpoint."""
         children = tree.children(node)
         if children is None:
-            self._problems.append((path, f"the state has a module, the checkpoint {_kind(node)}"))
+            self._problems.append((path, f"the state has a module, the checkpoint {kind_of(node)}"))
             return
         live = module.state_dict()
         names = {key: stored_name(key) for key in live}
         self._compare_keys(dict.fromkeys(names.values()), children, path)
-        in_place = not _hooked(module) and _is_own(live, module)
+        own_way = {prefix for prefix, inner in module.named_modules() if loads_its_own_way(inner)}
+        in_place = not own_way and not is_hooked(module) and owns(live, module)
         given: OrderedDict[str, Any] = OrderedDict()
         for key, name in names.items():
             if name not in children:
                 continue
             where = (*path, name)
-            index = _tensor_number(children[name])
+            index = tensor_number(children[name])
             if in_place or is_traceable_wrapper_subclass(live[key]):
                 self._tensor(live[key], children[name], where)
             elif not isinstance(live[key], torch.Tensor) or key.endswith(_EXTRA_STATE):
                 given[key] = self._defer(children[name])
             elif index is None:
                 self._tensor(live[key], children[name], where)  # says why not
-            elif is_lazy(live[key]) or self._fits(live[key], index, where):
-                given[key] = self._defer(children[name])
+            else:
+                resizes = is_lazy(live[key]) or key.rpartition(".")[0] in own_way
+                if self._fits(live[key], index, where, any_shape=resizes):
+                    given[key] = self._defer(children[name])
         if not given:
             return
         saved_versions = tree.versions(node) or {}
@@ -311,20 +331,24 @@ class Assignment:
         if "model" not in children or "optimizer" not in children:
             return
         model = unwrapped(app.model)
-        if _plain_module(model):
+        if is_plain_module(model):
             self._module(model, children["model"], (*path, "model"), plain_name)
         else:
             self._match(model, children["model"], (*path, "model"), lambda _: None)
         names = app.names()
         saved_groups = tree.items((tree.children(children["optimizer"]) or {}).get("param_groups"))
-        saved_names = {
-            name
-            for group in saved_groups or []
-            for name in self._peek(tree.children(group) or {}, "params") or ()
-        }
-        for name in set(names.values()) ^ saved_names:
+        saved_names = [
+            self._peek(tree.children(group) or {}, "params") or () for group in saved_groups or []
+        ]
+        unmatched = set(names.values()) ^ set(itertools.chain.from_iterable(saved_names))
+        for name in sorted(unmatched):
             where = "state" if name in names.values() else "checkpoint"
             self._problems.append((path, f"only the {where}'s optimizer has the parameter {name}"))
+        if not unmatched:
+            try:
+                app.group_sources(saved_names)
+            except StateError as error:
+                self._problems.append(((*path, "optimizer", "param_groups"), str(error)))
         deferred = self._optimizer_state(
             app.optimizer, children["optimizer"], (*path, "optimizer"), names.__getitem__
         )
@@ -353,7 +377,7 @@ class Assignment:
         children = tree.children(node) or {}
         if "state" not in children or "param_groups" not in children:
             self._problems.append(
-                (path, f"the state has an optimizer, the checkpoint {_kind(node)}")
+                (path, f"the state has an optimizer, the checkpoint {kind_of(node)}")
             )
             return {}
         saved = tree.children(children["state"]) or {}
@@ -368,17 +392,17 @@ class Assignment:
                     (*path, "state", key, name)
                 )
             for name in live.keys() & entries.keys():
-                index = _tensor_number(entries[name])
+                index = tensor_number(entries[name])
                 if index is not None and self._reusable(live[name], index):
                     reuse[index] = live[name]
-                    self._targets[_memory(live[name])] = (index, (*path, "state", key, name))
+                    self._targets[memory_of(live[name])] = (index, (*path, "state", key, name))
         self._partial(saved, children["param_groups"], path, type(optimizer))
         self._fresh.update(reuse)
         self.fills.extend(reuse.items())
         return {name: self._defer(child) for name, child in children.items()}
 
     def _partial(
-        self, saved: Mapping[Any, codec.Json], groups: codec.Json, path: codec.Path, kind: type
+        self, saved: Mapping[Any, codec.Json], groups: codec.Json, path: codec.Path, cls: type
     ) -> None:
         """Reports a parameter that has no state while others have, and one that has less than its
         like: an entry was lost on the way. Of torch's own optimizers alone is it known that they
@@ -390,8 +414,8 @@ class Assignment:
                 entries = tree.children(saved.get(key))
                 if saved and not entries:
                     self._stateless.append((*path, "state", key))
-                if entries and kind.__module__.startswith("torch.optim."):
-                    numbers = [_tensor_number(entry) for entry in entries.values()]
+                if entries and cls.__module__.startswith("torch.optim."):
+                    numbers = [tensor_number(entry) for entry in entries.values()]
                     rank = max(
                         (len(self._tensors[n].shape) for n in numbers if n is not None), default=0
                     )
@@ -412,8 +436,8 @@ class Assignment:
             and tuple(tensor.shape) == entry.shape
             and str(tensor.dtype) == f"torch.{entry.dtype}"
             and index not in self._fresh
-            and _memory(tensor) not in self._targets
-            and not _overlaps_itself(tensor)
+            and memory_of(tensor) not in self._targets
+            and not overlaps_itself(tensor)
             and not is_traceable_wrapper_subclass(tensor)
         )
 
@@ -444,7 +468,7 @@ class Assignment:
     def _inner(self, node: codec.Json, tag: str, path: codec.Path) -> Any:
         if isinstance(node, dict) and tag in node:
             return node[tag]
-        self._problems.append((path, f"the state has {_MARKS[tag]}, the checkpoint {_kind(node)}"))
+        self._problems.append((path, f"the state has {MARKS[tag]}, the checkpoint {kind_of(node)}"))
         return None
 
     def _compare_keys(
@@ -482,59 +506,6 @@ class _Deferred:
         self.value: Any = None
 
 
-def resolve(tag: str, body: Any, values: Sequence[codec.Json], leaf: codec.Resolve) -> Any:
-    """The tree's own marks, given `leaf("$t", i)` for tensors."""
-    if tag == "$v":
-        return codec.decode(values[body])
-    if tag == "$array":
-        return codec.decode(body, leaf).numpy()
-    if tag == "$rank":
-        return codec.decode(body, leaf)
-    if tag == "$module":
-        made = codec.decode(body[1], leaf)
-        made._metadata = tree.versions({tag: body})
-        return made
-    if tag == "$wrapper":
-        # The class may not be importable here; its parts are what was stored.
-        return {name: codec.decode(part, leaf) for name, part in body[1].items()}
-    raise StateError(f"the checkpoint has the unknown mark {tag}: install a newer ckptengine")
-
-
-def torch_dtype(entry: TensorEntry) -> torch.dtype:
-    """The dtype of a stored tensor. Raises StateError where torch is too old to have it."""
-    dtype = getattr(torch, entry.dtype, None)
-    if dtype is None:
-        raise StateError(f"this release of torch has no {entry.dtype}: upgrade torch to restore it")
-    return cast(torch.dtype, dtype)
-
-
-def empty(entry: TensorEntry) -> torch.Tensor:
-    """Memory for a stored tensor, in the layout in which it is stored."""
-    return torch.empty_strided(entry.shape, entry.stride, dtype=torch_dtype(entry))
-
-
-def _tensor_number(node: codec.Json) -> int | None:
-    if isinstance(node, dict):
-        if "$array" in node:
-            return _tensor_number(node["$array"])
-        number = node.get("$t")
-        return number if type(number) is int else None
-    return None
-
-
-def _kind(node: codec.Json) -> str:
-    if _tensor_number(node) is not None:
-        return "a tensor"
-    if tree.children(node) is not None:
-        return "a mapping"
-    if tree.items(node) is not None:
-        return "a sequence"
-    for mark, what in _MARKS.items():
-        if isinstance(node, dict) and mark in node:
-            return what
-    return "a plain value"
-
-
 def _is_plain(obj: Any) -> bool:
     """Whether `obj` is replaced whole: nothing in it has memory or methods to fill."""
     if isinstance(obj, Mapping):
@@ -548,84 +519,6 @@ def _is_plain(obj: Any) -> bool:
     )
 
 
-def _plain_module(module: torch.nn.Module) -> bool:
-    cls = type(module)
-    return (
-        cls.state_dict is torch.nn.Module.state_dict
-        and cls.load_state_dict is torch.nn.Module.load_state_dict
-    )
-
-
-def _plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    cls = type(optimizer)
-    return (
-        cls.state_dict is torch.optim.Optimizer.state_dict
-        and cls.load_state_dict is torch.optim.Optimizer.load_state_dict
-    )
-
-
-def _hooked(module: torch.nn.Module) -> bool:
-    """Whether some submodule wants to hear of a load."""
-    return any(
-        m._load_state_dict_pre_hooks
-        or m._load_state_dict_post_hooks
-        or type(m).set_extra_state is not torch.nn.Module.set_extra_state
-        or (
-            type(m)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
-            and not type(m).__module__.startswith("torch.")
-        )
-        for m in module.modules()
-    )
-
-
-def _is_own(live: Mapping[str, Any], module: torch.nn.Module) -> bool:
-    """Whether a module's dictionary holds its own memory, so that filling it fills the module."""
-    own = {_address(t) for t in itertools.chain(module.parameters(), module.buffers())}
-    return None not in own and all(
-        isinstance(t, torch.Tensor) and (not t.numel() or _address(t) in own) for t in live.values()
-    )
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    """Of a tensor's memory, or of its first part's; None where there is no memory yet."""
-    if is_lazy(tensor):
-        return None
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return _address(getattr(tensor, names[0])) if names else 0
-    return tensor.data_ptr()
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    """Tells tensors apart that are filled one without the other."""
-    if not tensor.numel():
-        return object()
-    form = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-    return (tensor.data_ptr(), form, tensor.is_conj(), tensor.is_neg())
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements may share memory (expanded, sliding windows)."""
-    reach = 0
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if step <= reach:
-                return tensor.numel() > 0
-            reach += step * (size - 1)
-    return False
-
-
-@lru_cache
-def _convertible(source: torch.dtype, target: torch.dtype) -> bool:
-    if source.is_complex and not target.is_complex:
-        return False
-    try:
-        torch.empty(1, dtype=target).copy_(torch.empty(1, dtype=source))
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
 def _without_devices(value: codec.Json) -> codec.Json:
     """Tagged JSON in which nothing tells on which device it was."""
     if isinstance(value, dict):
@@ -633,8 +526,12 @@ def _without_devices(value: codec.Json) -> codec.Json:
     return [_without_devices(item) for item in value] if isinstance(value, list) else value
 
 
-def _set_generator(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
+def _set_generator(generator: torch.Generator, state: torch.Tensor, path: codec.Path) -> None:
+    try:
+        generator.set_state(state)
+    except (RuntimeError, TypeError) as error:
+        key = codec.key_text(path)
+        raise StateError(f"{key}: the saved generator cannot be set: {error!r}", [key]) from error
 
 
 def _load(obj: Any, saved: Any, path: codec.Path, **options: Any) -> None:

@@ -68,7 +68,7 @@ class _Walk:
         self.out = Collected()
         self.rank = rank
         self.refused: list[tuple[str, str]] = []  # key, why
-        self._seen: dict[tuple[int, Spec, bool, bool], int] = {}
+        self._at: dict[int, list[int]] = {}  # address to the tensors that start there
 
     def node(self, obj: Any, path: codec.Path) -> codec.Json:
         if isinstance(obj, torch.Tensor):
@@ -140,21 +140,23 @@ class _Walk:
             if _without_storage(tensor):
                 return self.refuse(path, f"a {type(tensor).__qualname__} has no storage to copy")
         try:
-            name = _DTYPE_NAMES[tensor.dtype]
-            spec = (name, tuple(tensor.shape), tensor.stride())
-            # A conjugated view has the address and form of what it is a view of.
-            identity = (tensor.data_ptr(), spec, tensor.is_conj(), tensor.is_neg())
+            spec = (_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride())
+            pointer = tensor.data_ptr()
         except (KeyError, RuntimeError, NotImplementedError, ValueError):
             return self.refuse(path, _why_not(tensor))
-        if tensor.is_meta or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or (not pointer and tensor.is_meta):
             return self.refuse(path, _why_not(tensor))
-        index = self._seen.get(identity) if identity[0] else None
-        if index is None:
+        # All tensors stay referenced by `out`, so no address can be reused meanwhile. Few share one,
+        # so what makes two of them the same is looked at only then.
+        others = self._at.setdefault(pointer, []) if pointer else []
+        for index in others:
+            if self.out.specs[index] == spec and _same_view(tensor, self.out.tensors[index]):
+                break
+        else:
             index = len(self.out.tensors)
+            others.append(index)
             self.out.tensors.append(tensor)
             self.out.specs.append(spec)
-            # All tensors stay referenced by `out`, so no address can be reused meanwhile.
-            self._seen[identity] = index
         self.out.signature.append(index)
         return {"$t": index}
 
@@ -236,6 +238,11 @@ def _traversed(items: Any, depth: int = 0) -> bool:
         elif is_stateful(item):
             return True
     return False
+
+
+def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one address and form have the same values: a conjugated view has not."""
+    return one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg()
 
 
 def _without_storage(tensor: torch.Tensor) -> bool:

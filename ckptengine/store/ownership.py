@@ -8,6 +8,7 @@ finds only byte 1 taken knows that a dead trainer's last save is still being wri
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -19,7 +20,7 @@ import socket
 import struct
 import time
 
-from ..errors import ConflictError, StoreError
+from ..errors import ConflictError
 from . import local
 
 NAME = ".owner"
@@ -52,25 +53,22 @@ class Ownership:
             if _key(path) in _held:
                 raise ConflictError(f"{root}: another engine of this process writes there")
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _TRAINER)
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise StoreError.from_os_error(error, "locking", path) from error
-                raise ConflictError(
-                    f"{root}: another run writes there ({_describe(self._fd)}). "
-                    "Stop it, or give this run a directory of its own"
-                ) from None
-            await_orphan(root, timeout, fd=self._fd)
-            os.ftruncate(self._fd, 0)
-            os.pwrite(
-                self._fd, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0
-            )
-        except BaseException:
-            os.close(self._fd)
-            raise
-        found = os.fstat(self._fd)
+                try:
+                    fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _TRAINER)
+                except OSError as error:
+                    if error.errno not in (errno.EACCES, errno.EAGAIN):
+                        raise
+                    raise ConflictError(
+                        f"{root}: another run writes there ({_describe(self._fd)}). "
+                        "Stop it, or give this run a directory of its own"
+                    ) from None
+                await_orphan(root, timeout, fd=self._fd)
+                _sign(self._fd)
+                found = os.fstat(self._fd)
+            except BaseException:
+                os.close(self._fd)
+                raise
         self.key = (found.st_dev, found.st_ino)
         _held.add(self.key)
 
@@ -169,6 +167,13 @@ def _end(fd: int, pid: int, root: str, timeout: float) -> None:
         _log.warning("ended process %d of a run that died: it had not finished in time", pid)
     finally:
         os.close(pidfd)
+
+
+def _sign(fd: int) -> None:
+    """Says whose it is. Only a note: a full disk must not keep anybody from making room on it."""
+    note = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, os.pwrite(fd, note, 0))
 
 
 def _describe(fd: int) -> str:

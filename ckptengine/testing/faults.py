@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import save_job
-from ..engine import engine as engine_module
 from ..persist import direct
 from ..persist.pool import Pool
 from ..repository import Repository, Stage
@@ -40,6 +39,8 @@ POINTS = (
     "sync-2",
     "sync-3",
     "sync-4",
+    "sync-5",
+    "sync-6",
     "commit",  # before the commit record is written
     "rename",  # before the save becomes visible
     "committed",  # before the commit is reported
@@ -60,18 +61,18 @@ class Faults:
     def install(self) -> None:
         """Gives such a persister to every engine that this process makes from now on."""
         os.environ[_VARIABLE] = str(self.directory)
-        setattr(engine_module, "Pool", lambda module: Pool(__name__))  # noqa: B010
+        _use(lambda module: Pool(__name__))
 
     def remove(self) -> None:
         """Undoes `install`."""
         os.environ.pop(_VARIABLE, None)
-        setattr(engine_module, "Pool", Pool)  # noqa: B010
+        _use(Pool)
 
     def set(self, point: str, action: str) -> None:
         """Lets `action` happen when a persister next comes to `point`."""
         assert point in POINTS, point
         (self.directory / f"{point}.hit").unlink(missing_ok=True)
-        (self.directory / "go").unlink(missing_ok=True)
+        (self.directory / f"{point}.go").unlink(missing_ok=True)
         draft = self.directory / "draft"
         draft.write_text(action)
         draft.rename(self.directory / point)
@@ -87,9 +88,16 @@ class Faults:
             assert time.monotonic() < deadline, f"no persister came to {point!r}"
             time.sleep(0.002)
 
-    def go(self) -> None:
-        """Ends a ``wait``."""
-        (self.directory / "go").touch()
+    def go(self, *points: str) -> None:
+        """Ends the ``wait`` at these points, or at all."""
+        for point in points or POINTS:
+            (self.directory / f"{point}.go").touch()
+
+
+def _use(pool: Callable[[str], Pool]) -> None:
+    from ..engine import engine  # here, because the persister starts without torch
+
+    setattr(engine, "Pool", pool)  # noqa: B010
 
 
 def main(connection: int, owner: int) -> None:
@@ -112,7 +120,7 @@ def main(connection: int, owner: int) -> None:
         elif action == "crash":
             raise RuntimeError(f"crashed at {point}")
         elif action == "wait":
-            while not (directory / "go").exists():
+            while not (directory / f"{point}.go").exists():
                 time.sleep(0.002)
         else:
             code = getattr(errno, action)
@@ -131,7 +139,6 @@ def main(connection: int, owner: int) -> None:
 
     def stage(self: Repository, *args: Any) -> Stage:
         counts.clear()
-        strike("stage")
         return real_stage(self, *args)
 
     def commit(self: Stage, *args: Any) -> str:
@@ -146,6 +153,7 @@ def main(connection: int, owner: int) -> None:
         return real_remove(path)
 
     real_stage, real_commit, real_remove = Repository.stage, Stage.commit, local.remove_tree
+    before(os, "mkdir", "stage")
     before(direct._Writer, "_write", "write", counted=True)
     before(os, "fsync", "sync", counted=True)
     before(local, "rename_noreplace", "rename")

@@ -169,6 +169,36 @@ def test_a_module_learns_which_version_of_it_wrote_the_checkpoint(
         assert torch.equal(lazy[0].weight, expected)
 
 
+class Observer(nn.Module):
+    """Takes the size of what it is given, as observers of quantisation do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("lowest", torch.empty(0))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.lowest = torch.empty(state_dict[f"{prefix}lowest"].shape, dtype=self.lowest.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_a_module_that_resizes_itself_is_let(engine: ce.Engine) -> None:
+    model = nn.Sequential(Observer(), nn.Linear(2, 2))
+    model[0].lowest = torch.arange(5.0)
+    engine.save({"model": model})
+    other = nn.Sequential(Observer(), nn.Linear(2, 2))
+    engine.restore({"model": other})
+    assert other[0].lowest.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(other[1].weight, model[1].weight)
+    third = nn.Sequential(Observer(), nn.Linear(2, 3))
+    with pytest.raises(StateError) as caught:
+        engine.restore({"model": third})
+    assert caught.value.keys == ("model/1.weight", "model/1.bias")
+    half = nn.Sequential(Observer().half(), nn.Linear(2, 2))
+    with pytest.raises(StateError, match="pass cast=True") as caught:
+        engine.restore({"model": half})
+    assert caught.value.keys == ("model/0.lowest",)
+
+
 def test_load_hooks_run(engine: ce.Engine) -> None:
     def hooked() -> tuple[nn.Module, list[str]]:
         model, heard = nn.Sequential(nn.Linear(2, 2)), []
@@ -241,6 +271,15 @@ def test_a_dictionary_overridden_on_one_object_is_respected(engine: ce.Engine) -
     engine.restore({"model": other})
     assert torch.equal(other[1].weight, model[1].weight)
     assert torch.equal(other[0].weight, frozen)
+
+
+def test_a_load_overridden_on_one_object_is_called(engine: ce.Engine) -> None:
+    model: Any = nn.Linear(2, 2)
+    given: list[Any] = []
+    model.load_state_dict = given.append
+    engine.save({"model": model})
+    engine.restore({"model": model})
+    assert torch.equal(given[0]["weight"], model.weight)
 
 
 def test_a_lazy_module_is_filled_and_takes_its_shape(engine: ce.Engine) -> None:

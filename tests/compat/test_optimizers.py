@@ -376,3 +376,43 @@ def test_app_state_of_another_optimizer_is_refused_by_name(engine: ce.Engine) ->
     engine.save({"app": ce.AppState(model, optim.SGD([model[0].weight], lr=0.1))})
     with pytest.raises(StateError, match=r"only the state's optimizer has the parameter 2\.bias"):
         engine.restore({"app": ce.AppState(model, optim.SGD(model.parameters(), lr=0.1))})
+
+
+def test_app_state_refuses_a_group_of_two_origins_and_touches_nothing(engine: ce.Engine) -> None:
+    model = model_of()
+    engine.save({"app": ce.AppState(model, optim.AdamW(groups(model)))})
+    other = model_of()
+    before = other[0].weight.clone()
+    app = ce.AppState(other, optim.AdamW(other.parameters()))
+    with pytest.raises(StateError, match="takes parameters from the saved groups") as caught:
+        engine.restore({"app": app})
+    assert caught.value.keys == ("app/optimizer/param_groups",)
+    assert torch.equal(other[0].weight, before)
+
+
+def test_app_state_lets_a_group_be_divided(engine: ce.Engine) -> None:
+    model = model_of()
+    engine.save({"app": ce.AppState(model, optim.SGD(model.parameters(), lr=0.5))})
+    other = model_of()
+    divided = optim.SGD([{"params": [p]} for p in other.parameters()] + [{"params": []}], lr=0.1)
+    engine.restore({"app": ce.AppState(other, divided)})
+    assert [group["lr"] for group in divided.param_groups] == [0.5] * 4 + [0.1]
+
+
+def test_wrappers_of_data_parallel_training_leave_no_trace_in_names(
+    engine: ce.Engine, run: Path, tmp_path: Path
+) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        model = nn.parallel.DistributedDataParallel(model_of())
+        optimizer = optim.AdamW(model.parameters())
+        train(model, optimizer, 2)
+        engine.save({"app": ce.AppState(model, optimizer)})
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list(ce.load(run)["app"]["model"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    other = model_of()
+    engine.restore({"app": ce.AppState(other, optim.AdamW(other.parameters()))})
+    assert torch.equal(other[0].weight, model.module[0].weight)

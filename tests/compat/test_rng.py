@@ -58,6 +58,13 @@ def test_generators_of_ones_own_go_on(engine: ce.Engine) -> None:
         assert torch.equal(torch.rand(5, generator=found), expected)
 
 
+def test_a_generators_state_that_is_none_is_an_error_that_names_it(engine: ce.Engine) -> None:
+    engine.save({"inner": {"g": torch.ones(3, dtype=torch.uint8)}})
+    with pytest.raises(StateError, match="inner/g: the saved generator cannot be set") as caught:
+        engine.restore({"inner": {"g": torch.Generator()}})
+    assert caught.value.keys == ("inner/g",)
+
+
 def test_what_draws_while_it_loads_does_not_disturb_the_streams(engine: ce.Engine) -> None:
     class Drawing:
         def state_dict(self) -> dict[str, int]:

@@ -136,6 +136,16 @@ def test_keys_of_any_kind_come_back_and_stay_apart(
     assert identical(template, state)
 
 
+@pytest.mark.parametrize("value", ["x" * 5_000_000, [0] * 1_000_000, bytes(3_000_000)], ids=type)
+def test_long_dull_values_come_back(engine: ce.Engine, run: Path, value: Any) -> None:
+    engine.save({"history": value, "w": torch.ones(2)})
+    assert ce.load(run)["history"] == value
+    state = {"history": None, "w": torch.zeros(2)}
+    engine.restore(state)
+    assert state["history"] == value
+    assert ce.verify(run).step == 0
+
+
 def test_dotted_and_nested_keys_do_not_meet(engine: ce.Engine, run: Path) -> None:
     one = torch.ones(1)
     state = {"a": {"b": one, "[0]": one * 2}, "a.b": one * 3, "a/b": one * 4, "l": [one * 5],
@@ -148,9 +158,7 @@ def test_dotted_and_nested_keys_do_not_meet(engine: ce.Engine, run: Path) -> Non
 
 
 @given(st.data())
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_state_comes_back(
     engine: ce.Engine, run: Path, identical: Identical, data: st.DataObject
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptengine.format import frame
@@ -53,7 +53,6 @@ SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple) | st.integers(8190, 
 
 
 @given(st.sampled_from(NAMES), SHAPES, st.integers(0, 2 * PAGE // 64), st.randoms())
-@settings(deadline=None)
 def test_torch_and_zipfile_read_a_frame_wherever_it_lies(
     name: str, shape: tuple[int, ...], phase: int, rng: random.Random
 ) -> None:

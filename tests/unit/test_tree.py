@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ckptengine.errors import CorruptError
 from ckptengine.format import codec, tree
-from ckptengine.state.assign import resolve
 from ckptengine.state.collect import Collected, collect
+from ckptengine.state.rebuild import resolve
 
 Identical = Callable[[Any, Any], bool]
 
