@@ -218,7 +218,20 @@ def _locked(fd: int, kind: int) -> bool:
     return True
 
 
-def next_attempt(taken: Iterable[CheckpointId], step: int) -> CheckpointId:
-    """The id of the next attempt at `step`, above all that are `taken`."""
-    attempts = [checkpoint.attempt for checkpoint in taken if checkpoint.step == step]
-    return CheckpointId(step, max(attempts) + 1 if attempts else 0)
+class Taken:
+    """The ids that are taken, as far as the owner of a directory knows: no name is used twice, not
+    even after a failure or a deletion."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[int, int] = {}  # step to the number of its next attempt
+        self._newest = -1
+
+    def add(self, checkpoint: CheckpointId) -> None:
+        step = checkpoint.step
+        self._attempts[step] = max(self._attempts.get(step, 0), checkpoint.attempt + 1)
+        self._newest = max(self._newest, step)
+
+    def next(self, step: int | None) -> CheckpointId:
+        """The next attempt at `step`, or at one more than the newest step."""
+        step = self._newest + 1 if step is None else step
+        return CheckpointId(step, self._attempts.get(step, 0))

@@ -29,7 +29,7 @@ from ..format.manifest import Manifest
 from ..pause import collector_paused
 from ..persist.pool import Job, Pool, SharedMemory
 from ..plan.plan import Plan, make_plan
-from ..repository import Repository, next_attempt
+from ..repository import Repository, Taken
 from ..restore.choose import in_order
 from ..restore.locate import records
 from ..restore.read import read_tensors
@@ -94,7 +94,7 @@ class Engine:
         self._plan: Plan | None = None
         self._plan_memory: PlanMemory | None = None
         self._ownership: Ownership | None = None
-        self._taken: set[CheckpointId] = set()
+        self._taken = Taken()
         self._restored: CheckpointId | None = None
         self._pending: list[SaveHandle] = []
         self._committed: collections.deque[SaveHandle] = collections.deque()
@@ -152,9 +152,7 @@ class Engine:
                     plan = self._planned(collected)
                 planned_at = time.monotonic()
             ownership = self._claim()
-            if number is None:
-                number = max((c.step for c in self._taken), default=-1) + 1
-            checkpoint = next_attempt(self._taken, number)
+            checkpoint = self._taken.next(number)
             handle = SaveHandle(
                 self, checkpoint, self._repository.path(checkpoint), begun, on_commit
             )
@@ -162,12 +160,12 @@ class Engine:
                 arena = self._arena(plan.layout.nbytes)
             if arena is None:
                 handle.skipped = "all memory for snapshots is still being written"
-                _log.warning("Skipped the checkpoint of step %d: %s", number, handle.skipped)
-                self._emit(events.SaveSkipped(number, handle.skipped))
+                _log.warning("Skipped the checkpoint of step %d: %s", handle.step, handle.skipped)
+                self._emit(events.SaveSkipped(handle.step, handle.skipped))
                 return handle
             free_at = time.monotonic()
             self._taken.add(checkpoint)
-            _log.info("Scheduling async checkpoint save at step %d to %s", number, handle.path)
+            _log.info("Scheduling async checkpoint save at step %d to %s", handle.step, handle.path)
             request = save_job.save_request(
                 root=self.root,
                 owner=ownership.key,
@@ -190,7 +188,7 @@ class Engine:
                 capture=now - free_at,
                 stall=now - begun,
             )
-            self._emit(events.SaveScheduled(number, handle.path, now - begun))
+            self._emit(events.SaveScheduled(handle.step, handle.path, now - begun))
             return handle
 
     def save(
@@ -484,7 +482,8 @@ class Engine:
     def _claim(self) -> Ownership:
         if self._ownership is None:
             self._ownership = Ownership(self.root, self.timeout)
-            self._taken |= set(self._repository.named())
+            for checkpoint in self._repository.named():
+                self._taken.add(checkpoint)
         return self._ownership
 
     def _arena(self, nbytes: int) -> Arena | None:

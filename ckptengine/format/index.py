@@ -219,13 +219,16 @@ class Index:
 
 
 def _check_tensor(entry: TensorEntry, files: Sequence[FileSize]) -> None:
+    # Before the cache: it takes (2, 3.0) for the (2, 3) that it has seen.
+    if any(type(number) is not int for number in (*entry.shape, *entry.stride)):
+        raise ValueError("a shape or stride is not of whole numbers")
     if _count(entry.nbytes) != _dense_nbytes(entry.dtype, entry.shape, entry.stride):
         raise ValueError("a tensor's size is not that of its shape")
     if _count(entry.offset) + entry.nbytes > files[_count(entry.file)].nbytes:
         raise ValueError("a tensor lies outside its file")
 
 
-@lru_cache(maxsize=65536, typed=True)
+@lru_cache(maxsize=65536)
 def _dense_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Bytes of a dense tensor of that form. Cached: the tensors of a model have few forms."""
     numel = math.prod(map(_count, shape))

@@ -49,6 +49,7 @@ POINTS = (
 )
 _VARIABLE = "CKPTENGINE_FAULTS"
 _BLOCK = 64 << 10
+_PATIENCE = 150.0  # seconds
 
 
 class Faults:
@@ -120,7 +121,10 @@ def main(connection: int, owner: int) -> None:
         elif action == "crash":
             raise RuntimeError(f"crashed at {point}")
         elif action == "wait":
+            deadline = time.monotonic() + _PATIENCE
             while not (directory / f"{point}.go").exists():
+                if time.monotonic() > deadline:
+                    os._exit(4)  # the test was killed: nobody is left to say go
                 time.sleep(0.002)
         else:
             code = getattr(errno, action)
@@ -147,19 +151,25 @@ def main(connection: int, owner: int) -> None:
         strike("committed")
         return path
 
+    def rename(source: str, target: str) -> None:
+        if not os.path.basename(target).startswith(".trash-"):
+            strike("rename")
+        real_rename(source, target)
+
     def remove_tree(path: str) -> bool:
         if os.path.basename(path).startswith(".trash-"):
             strike("remove")
         return real_remove(path)
 
-    real_stage, real_commit, real_remove = Repository.stage, Stage.commit, local.remove_tree
+    real_stage, real_commit = Repository.stage, Stage.commit
+    real_rename, real_remove = local.rename_noreplace, local.remove_tree
     before(os, "mkdir", "stage")
     before(direct._Writer, "_write", "write", counted=True)
     before(os, "fsync", "sync", counted=True)
-    before(local, "rename_noreplace", "rename")
     before(Repository, "delete", "delete")
     setattr(Repository, "stage", stage)  # noqa: B010
     setattr(Stage, "commit", commit)  # noqa: B010
+    setattr(local, "rename_noreplace", rename)  # noqa: B010
     setattr(local, "remove_tree", remove_tree)  # noqa: B010
     setattr(direct, "PART", _BLOCK)  # noqa: B010
     save_job.main(connection, owner)

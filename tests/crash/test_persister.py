@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 
 import ckptengine as ce
 from ckptengine.repository import Repository
-from ckptengine.testing.faults import Faults
+from ckptengine.testing.faults import POINTS, Faults
 
 Identical = Callable[[Any, Any], bool]
 Until = Callable[..., Any]
@@ -149,7 +150,7 @@ def test_a_trainer_that_was_suspended_blames_nobody(
     program = launch(
         f"""
         import torch, ckptengine as ce
-        from ckptengine.testing.faults import Faults
+        from ckptengine.testing.faults import POINTS, Faults
         faults = Faults({str(run.parent / "faults")!r})
         faults.install()
         with ce.Engine({str(run)!r}, timeout=1.0) as engine:
@@ -201,7 +202,7 @@ def test_a_trainer_that_dies_with_results_unread_has_its_other_save_done(
     program = launch(
         f"""
         import signal, torch, ckptengine as ce
-        from ckptengine.testing.faults import Faults
+        from ckptengine.testing.faults import POINTS, Faults
         faults = Faults({str(run.parent / "faults")!r})
         faults.install()
         engine = ce.Engine({str(run)!r}, keep=1)
@@ -244,6 +245,65 @@ def test_its_death_is_seen_when_the_next_job_is_handed_over(
         with pytest.raises(ce.WorkerDiedError, match="signal 9"):
             first.wait()
     assert Repository(str(run)).leftovers() == []
+
+
+def faults_at_random(run: Path, faults: Faults, identical: Identical, until: Until, n: int) -> None:
+    """Saves with a fault of any kind at any point, one after the other. What an engine says is
+    there, is; what it says failed has left nothing; and it always goes on."""
+    rng = random.Random(n)
+    counts: dict[str, int] = {}
+    committed: set[int] = set()
+    with ce.Engine(run, timeout=0.5, keep=ce.Keep(last=3, every=10)) as engine:
+        for step in range(n):
+            for file in faults.directory.iterdir():  # that of the last round may not have struck
+                file.unlink(missing_ok=True)
+            point, action = (
+                rng.choice(POINTS),
+                rng.choice(["kill", "exit", "stop", "crash", "EIO", ""]),
+            )
+            if action:
+                faults.set(point, action)
+            saves = [engine.save_async(state(step), step=step)]
+            if rng.random() < 0.3:
+                with contextlib.suppress(ce.CheckpointError):  # of the first, if it failed already
+                    saves.append(engine.save_async(state(step), step=step))
+            for save in saves:
+                save.join()
+                error = save.exception()
+                assert error is None or isinstance(error, ce.CheckpointError)
+                if error is None:
+                    committed.add(step)
+                    assert ce.verify(save.path).step == step
+                counts[type(error).__name__] = counts.get(type(error).__name__, 0) + 1
+            newest = engine.latest()
+            # A persister that dies, or fails to sync, once the name is there may have been too late.
+            assert newest is None or newest.step in committed | {step}
+            assert max(committed, default=-1) <= (newest.step if newest else -1)
+            committed |= {newest.step} if newest else set()
+        for file in faults.directory.iterdir():
+            file.unlink(missing_ok=True)
+        engine.abort()
+        engine.save(state(n), step=n)
+    assert len(counts) >= 3 and counts["NoneType"] > n // 4, counts
+    found, values = restored(run)
+    assert found is not None and found.step == n
+    assert identical(values, state(n))
+    steps = {c.step for c in Repository(str(run)).ids()}
+    assert {step for step in committed if step % 10 == 0} <= steps
+    assert Repository(str(run)).leftovers() == []
+
+
+def test_faults_at_random(run: Path, faults: Faults, identical: Identical, until: Until) -> None:
+    faults_at_random(run, faults, identical, until, 20)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_faults_at_random(
+    run: Path, faults: Faults, identical: Identical, until: Until, seed: int
+) -> None:
+    faults_at_random(run, faults, identical, until, 150 + seed)
 
 
 def forkserver(engine: ce.Engine) -> int:
@@ -292,7 +352,7 @@ def test_no_fork_server_can_be_started(run: Path, monkeypatch: pytest.MonkeyPatc
 
 TRAINER = """
 import os, signal, sys, torch, ckptengine as ce
-from ckptengine.testing.faults import Faults
+from ckptengine.testing.faults import POINTS, Faults
 run, directory = {run!r}, {faults!r}
 faults = Faults(directory)
 faults.install()

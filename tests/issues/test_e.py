@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,9 +148,8 @@ def test_e10_no_name_is_used_twice(run: Path, faults: Faults) -> None:
         for number in range(12):
             if number == 5:
                 faults.set("delete", "wait")
+                threading.Timer(0.2, faults.go).start()
             handle = engine.save_async(STATE, step=7)
-            if number == 6:
-                faults.go()
             paths.append(handle.path)
     assert len(set(paths)) == 12
     assert [c.name for c in Repository(str(run)).ids()] == ["step-00000007.11"]

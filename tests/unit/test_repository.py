@@ -17,7 +17,7 @@ import torch
 
 import ckptengine as ce
 from ckptengine.format.manifest import Manifest
-from ckptengine.repository import Hold, Repository, next_attempt
+from ckptengine.repository import Hold, Repository, Taken
 from ckptengine.store import local
 from ckptengine.types import CheckpointId
 
@@ -216,12 +216,15 @@ def test_the_permissions_are_those_of_the_umask(run: Path) -> None:
     assert {oct(p.stat().st_mode & 0o777) for p in run.rglob("*") if p.is_dir()} == {"0o750"}
 
 
-def test_next_attempt() -> None:
-    taken = [CheckpointId(1), CheckpointId(1, 3), CheckpointId(2)]
-    assert next_attempt(taken, 1) == CheckpointId(1, 4)
-    assert next_attempt(taken, 2) == CheckpointId(2, 1)
-    assert next_attempt(taken, 3) == CheckpointId(3)
-    assert next_attempt([], 0) == CheckpointId(0)
+def test_no_name_is_given_twice() -> None:
+    taken = Taken()
+    assert taken.next(None) == CheckpointId(0)
+    for checkpoint in (CheckpointId(1, 3), CheckpointId(1), CheckpointId(2)):
+        taken.add(checkpoint)
+    assert taken.next(1) == CheckpointId(1, 4)
+    assert taken.next(2) == CheckpointId(2, 1)
+    assert taken.next(None) == CheckpointId(3)
+    assert taken.next(0) == CheckpointId(0)
 
 
 def race(root: str, number: int, barrier: Any) -> None:
