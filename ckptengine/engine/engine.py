@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from .. import config, events, save_job
@@ -19,9 +18,6 @@ from ..config import Keep
 from ..errors import (
     CheckpointError,
     ConfigError,
-    CorruptError,
-    IncompleteError,
-    NotFoundError,
     StateError,
     StoreError,
 )
@@ -30,13 +26,11 @@ from ..pause import collector_paused
 from ..persist.pool import Job, Pool, SharedMemory
 from ..plan.plan import Plan, make_plan
 from ..repository import Repository, Taken
-from ..restore.choose import in_order
 from ..restore.locate import records
-from ..restore.read import read_tensors
+from ..restore.restorer import Restorer
 from ..snapshot.arena import Arena
 from ..snapshot.capture import Capture
 from ..snapshot.copier import Copier
-from ..state.assign import Assignment
 from ..state.collect import Collected, collect
 from ..store import local
 from ..store.ownership import Ownership, await_orphan
@@ -246,8 +240,10 @@ class Engine:
             if not found and wanted is None:
                 _log.info("No checkpoint in %s: a fresh run", self.root)
                 return None
-            info = self._restore_first(state, found, wanted, strict, cast)
+            restorer = Restorer(self._repository, state, strict, cast, self._verify)
+            info = restorer.best(found, wanted)
             if info is not None:
+                self._restored = CheckpointId(info.step, info.attempt)
                 seconds = time.monotonic() - begun
                 _log.info(
                     "Restored step %d from %s: %d bytes in %.2f s",
@@ -258,63 +254,6 @@ class Engine:
                 )
                 self._emit(events.Restored(info, seconds))
             return info
-
-    def _restore_first(
-        self,
-        state: MutableMapping[str, Any],
-        found: Mapping[CheckpointId, Manifest | Exception],
-        step: int | None,
-        strict: bool,
-        cast: bool,
-    ) -> CheckpointInfo | None:
-        passed_over: list[str] = []
-        order = in_order(found, step)
-        for checkpoint in order:
-            try:
-                info = self._restore_one(state, checkpoint, found[checkpoint], strict, cast)
-            except (CorruptError, IncompleteError, NotFoundError) as error:
-                passed_over.append(f"{checkpoint.name}: {error}")
-                if step is not None and checkpoint == order[-1]:
-                    raise
-                _log.error("Passed over %s, which cannot be restored: %s", checkpoint.name, error)
-                continue
-            report = replace(info.report, fallen_back_from=tuple(passed_over))
-            self._restored = checkpoint
-            return replace(info, report=report)
-        if not passed_over:
-            _log.warning("Only candidates in %s: a fresh run. Name one by its step", self.root)
-            return None
-        raise CorruptError(
-            f"{self.root}: no checkpoint there can be restored, and a run with checkpoints does not "
-            "start fresh by itself: move them away, or give the run another directory",
-            passed_over,
-        )
-
-    def _restore_one(
-        self,
-        state: MutableMapping[str, Any],
-        checkpoint: CheckpointId,
-        record: Manifest | Exception,
-        strict: bool,
-        cast: bool,
-    ) -> CheckpointInfo:
-        if isinstance(record, Exception):
-            raise record
-        path = self._repository.path(checkpoint)
-        if record.world_size != 1:
-            raise ConfigError(
-                f"{path}: written by {record.world_size} ranks; this release restores those of one"
-            )
-        with self._repository.hold(checkpoint):
-            with collector_paused():
-                index = self._repository.index(checkpoint, record, 0)
-                assignment = Assignment(
-                    state, index.tree, index.tensors, index.values, strict=strict, cast=cast
-                )
-                assignment.allocate()
-                nbytes = read_tensors(path, record, index, assignment.fills, verify=self._verify)
-            assignment.finish()
-        return replace(record.info(path), sources={"local": nbytes}, report=assignment.report)
 
     # -- looking -------------------------------------------------------------------------------------
 

@@ -51,13 +51,18 @@ class Job:
         self.result: dict[str, Any] | None = None
         self.error: BaseException | None = None
         self._on_done: Callable[[Job], None] | None = on_done
-        self._event = threading.Event()
+        self._done = False
+        # Not an Event: Ctrl-C inside its Python code can leave it locked for good, or unlocked.
+        self._ending = threading.Lock()
+        self._ending.acquire()
 
     def done(self) -> bool:
-        return self._event.is_set()
+        return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
-        return self._event.wait(timeout)
+        if not self._done and self._ending.acquire(timeout=-1 if timeout is None else timeout):
+            self._ending.release()
+        return self._done
 
     def _finish(self, result: dict[str, Any] | None, error: BaseException | None) -> None:
         # Let go of: it leads back to who holds this job, and so to memory that would stay for long.
@@ -70,7 +75,8 @@ class Job:
         except Exception:
             _log.exception("the end of a save could not be handled")
         finally:
-            self._event.set()
+            self._done = True
+            self._ending.release()
 
 
 class _Persister(NamedTuple):

@@ -190,18 +190,24 @@ def test_a_capture_that_was_given_up(submit: Callable[..., Job]) -> None:
 
 
 def test_a_death_ends_its_jobs_and_the_next_is_done_by_another(
-    submit: Callable[..., Job], pool: Pool
+    submit: Callable[..., Job], tmp_path: Path
 ) -> None:
+    before = submit("block", until=str(tmp_path / "go"))
     jobs = [submit("die"), submit("echo"), submit("echo")]
+    (tmp_path / "go").touch()
+    assert ended(before).result is not None
     for job in jobs:
         assert isinstance(ended(job).error, WorkerDiedError)
         assert "signal 9 (SIGKILL)" in str(job.error)
     assert ended(submit("echo")).result is not None
 
 
-def test_an_answer_before_death_counts(submit: Callable[..., Job]) -> None:
-    for _ in range(10):
+def test_an_answer_before_death_counts(submit: Callable[..., Job], tmp_path: Path) -> None:
+    for number in range(10):
+        go = tmp_path / f"go{number}"
+        submit("block", until=str(go))
         job, behind = submit("answer and die"), submit("echo")
+        go.touch()
         assert ended(job).result == {"job": job.number, "answered": True}
         assert isinstance(ended(behind).error, WorkerDiedError)
 
