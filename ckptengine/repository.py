@@ -222,9 +222,11 @@ class Taken:
     """The ids that are taken, as far as the owner of a directory knows: no name is used twice, not
     even after a failure or a deletion."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Iterable[CheckpointId]) -> None:
         self._attempts: dict[int, int] = {}  # step to the number of its next attempt
         self._newest = -1
+        for checkpoint in ids:
+            self.add(checkpoint)
 
     def add(self, checkpoint: CheckpointId) -> None:
         step = checkpoint.step

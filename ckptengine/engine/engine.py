@@ -88,7 +88,7 @@ class Engine:
         self._plan: Plan | None = None
         self._plan_memory: PlanMemory | None = None
         self._ownership: Ownership | None = None
-        self._taken = Taken()
+        self._taken: Taken | None = None
         self._restored: CheckpointId | None = None
         self._pending: list[SaveHandle] = []
         self._committed: collections.deque[SaveHandle] = collections.deque()
@@ -145,8 +145,8 @@ class Engine:
                 with local.store_errors("planning a save in", self.root):
                     plan = self._planned(collected)
                 planned_at = time.monotonic()
-            ownership = self._claim()
-            checkpoint = self._taken.next(number)
+            ownership, taken = self._claim()
+            checkpoint = taken.next(number)
             handle = SaveHandle(
                 self, checkpoint, self._repository.path(checkpoint), begun, on_commit
             )
@@ -158,7 +158,7 @@ class Engine:
                 self._emit(events.SaveSkipped(handle.step, handle.skipped))
                 return handle
             free_at = time.monotonic()
-            self._taken.add(checkpoint)
+            taken.add(checkpoint)
             _log.info("Scheduling async checkpoint save at step %d to %s", handle.step, handle.path)
             request = save_job.save_request(
                 root=self.root,
@@ -400,6 +400,8 @@ class Engine:
         if self._closed:
             raise ConfigError("the engine is closed")
         self.fence()
+        for handle in [h for h in self._pending if not h.begun()]:
+            self._forget(handle)  # the call was interrupted twice
         self.deliver()
 
     def _good(self) -> list[Manifest]:
@@ -418,16 +420,16 @@ class Engine:
                 old.close()
         return self._plan
 
-    def _claim(self) -> Ownership:
+    def _claim(self) -> tuple[Ownership, Taken]:
         if self._ownership is None:
             self._ownership = Ownership(self.root, self.timeout)
-            for checkpoint in self._repository.named():
-                self._taken.add(checkpoint)
-        return self._ownership
+        if self._taken is None:
+            self._taken = Taken(self._repository.named())
+        return self._ownership, self._taken
 
     def _arena(self, nbytes: int) -> Arena | None:
         """A free arena; waits for one as `on_busy` says. None: skip."""
-        while (arena := self._slots.take(nbytes)) is None:
+        while (arena := self._slots.take(nbytes, self._busy())) is None:
             if self._on_busy == "skip":
                 return None
             if self._on_busy == "error":
@@ -443,6 +445,9 @@ class Engine:
             self._raise_failures()
         return arena
 
+    def _busy(self) -> list[Arena]:
+        return [handle.arena for handle in list(self._pending) if handle.arena is not None]
+
     def _capture(
         self,
         handle: SaveHandle,
@@ -457,8 +462,9 @@ class Engine:
         handle.timings["nbytes"] = plan.layout.nbytes
 
         def on_done(job: Job) -> None:
-            self._save_ended(handle, arena, job, request, candidate)
+            self._save_ended(handle, job, request, candidate)
 
+        handle.take(arena)
         # Before the job can end: its end takes the handle off the list.
         self._pending.append(handle)
         try:
@@ -471,14 +477,9 @@ class Engine:
                 [*self._slots.live(), self._plan_memory.shared.id],
                 on_done,
             )
-            handle.begin(job, arena)
+            handle.begin(job)
         except BaseException:
-            # The job may be on its way all the same, where this was interrupted: it must not take
-            # the next capture for its own.
-            handle.told()
-            arena.control.abandon()
-            self._slots.drop(arena)
-            self._pending.remove(handle)
+            self._forget(handle)
             raise
         later: frozenset[int] = frozenset()
         if self._overlap:
@@ -493,16 +494,20 @@ class Engine:
             arena.control.abandon()
             raise
 
+    def _forget(self, handle: SaveHandle) -> None:
+        """For a save that came to nothing in being handed over. Its job may be on its way all the
+        same, where that was interrupted: it must not take the next capture for its own."""
+        handle.told()
+        if handle.arena is not None:
+            handle.arena.control.abandon()
+            self._slots.drop(handle.arena)
+        with contextlib.suppress(ValueError):
+            self._pending.remove(handle)
+
     def _save_ended(
-        self,
-        handle: SaveHandle,
-        arena: Arena,
-        job: Job,
-        request: dict[str, Any],
-        candidate: bool,
+        self, handle: SaveHandle, job: Job, request: dict[str, Any], candidate: bool
     ) -> None:
         """On the watching thread: the outcome of a job becomes that of its handle."""
-        arena.busy = False
         result = job.result
         if result is None:
             error = job.error or CheckpointError("the save ended without a word")

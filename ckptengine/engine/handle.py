@@ -137,8 +137,20 @@ class SaveHandle:
 
     # -- for the engine ------------------------------------------------------------------------------
 
-    def begin(self, job: Job, arena: Arena) -> None:
-        self._job, self._arena = job, arena
+    @property
+    def arena(self) -> Arena | None:
+        """Where its snapshot lies, until it has ended: the arena is free for others then."""
+        return self._arena
+
+    def take(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def begin(self, job: Job) -> None:
+        self._job = job
+
+    def begun(self) -> bool:
+        """Whether its job is known to be on its way."""
+        return self._job is not None
 
     def written(self) -> int:
         """Bytes written so far."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ..errors import ConfigError
 from ..persist.pool import new_id
 from ..snapshot.arena import Arena
@@ -28,15 +30,14 @@ class Slots:
         self._limit = limit
         self._arenas: list[Arena] = []
 
-    def take(self, nbytes: int) -> Arena | None:
-        """A free arena for an image of `nbytes`, now busy; None while all are busy.
+    def take(self, nbytes: int, busy: Collection[Arena]) -> Arena | None:
+        """An arena for an image of `nbytes` that is not among the `busy`; None while all are.
 
         Raises ConfigError when there can never be one.
         """
         need = PAGE + nbytes
-        for arena in [a for a in self._arenas if not a.busy]:
+        for arena in [a for a in self._arenas if a not in busy]:
             if need <= arena.nbytes <= _TOO_LARGE * need + _SPARE:
-                arena.busy = True
                 return arena
             self._arenas.remove(arena)
             arena.close()
@@ -57,14 +58,14 @@ class Slots:
                 )
             return None
         arena = Arena(new_id(), nbytes)
-        arena.busy = True
         self._arenas.append(arena)
         return arena
 
     def drop(self, arena: Arena) -> None:
         """Gives one back that nobody may use again."""
-        self._arenas.remove(arena)
-        arena.close()
+        if arena in self._arenas:
+            self._arenas.remove(arena)
+            arena.close()
 
     def live(self) -> list[int]:
         """Ids of all arenas that still exist."""

@@ -49,7 +49,6 @@ class Arena:
         self.places: Sequence[TensorPlace] = ()
         self.values: Sequence[ValuePlace] = ()
         self._cut: dict[frozenset[int], list[Batch]] = {}
-        self.busy = False
 
     def install(
         self,

@@ -108,10 +108,11 @@ def main(connection: int, owner: int) -> None:
 
     def strike(point: str) -> None:
         try:
+            # Read first: once it is seen to be hit, the next fault may be set in its place.
+            action = (directory / point).read_text()
             (directory / point).rename(directory / f"{point}.hit")
         except FileNotFoundError:
             return
-        action = (directory / f"{point}.hit").read_text()
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "stop":

@@ -745,47 +745,67 @@ def test_ctrl_c_in_a_save(run: Path, launch: Launch) -> None:
         assert engine.steps() == [0, 1, 2]
 
 
-def test_ctrl_c_at_any_moment_of_many_saves(run: Path, launch: Launch, until: Until) -> None:
-    """What was captured is committed; what is committed verifies and is the state of its step."""
+def interrupt_many_saves(run: Path, launch: Launch, until: Until, times: int) -> None:
+    """What was captured is committed; what is committed verifies and is the state of its step; and
+    whichever line was interrupted, the engine goes on."""
     program = launch(
         f"""
-        import torch, ckptengine as ce
+        import os, signal, torch, ckptengine as ce
         weight = torch.zeros(200_000)
-        engine = ce.Engine({str(run)!r})
+        engine = ce.Engine({str(run)!r}, timeout=20)
         engine.save({{"w": weight, "n": 0}}, step=0)  # imports of torch stand no interruption
-        caught = step = 0
+        step = caught = 0
+        inside = False
+
+        def interrupt(*_):
+            global caught, inside
+            caught += 1
+            os.write(1, f"caught {{caught}}\\n".encode())
+            if inside:
+                inside = False
+                raise KeyboardInterrupt
+
+        signal.signal(signal.SIGINT, interrupt)
         print("saving", flush=True)
-        while caught < 25:
+        while caught < {times}:
             try:
                 step += 1
                 weight.fill_(step)
+                inside = True
                 engine.save_async({{"w": weight, "n": step}}, step=step)
-            except KeyboardInterrupt:
-                caught += 1
-                print("caught", caught, flush=True)
-        while True:
-            try:
-                engine.wait()
-                engine.save({{"w": weight.fill_(0), "n": 0}}, step=step + 1)
-                engine.close()
-                break
+                inside = False
             except KeyboardInterrupt:
                 pass
+        engine.wait()
+        engine.save({{"w": weight.fill_(0), "n": 0}}, step=step + 1)
+        engine.close()
         print("left", step + 1, flush=True)
         """
     )
     program.says("saving")
-    for number in range(1, 26):
+    for number in range(1, times + 1):
         os.kill(program.pid, signal.SIGINT)
         until(
-            lambda number=number: f"caught {number}\n" in program.output() or program.process.poll()
+            lambda number=number: (
+                f"caught {number}\n" in program.output() or program.process.poll() is not None
+            )
         )
-    said = program.ends()
-    last = int(said.split()[-1])
-    names = Repository(str(run))
-    assert names.leftovers() == []
-    assert names.ids()[-1].step == last
-    for checkpoint in names.ids()[:: max(1, len(names.ids()) // 40)]:
-        found = ce.load(names.path(checkpoint)).to_dict()
+    last = int(program.ends().split()[-1])
+    repository = Repository(str(run))
+    assert repository.leftovers() == []
+    ids = repository.ids()
+    assert ids[-1].step == last
+    for checkpoint in ids[:: max(1, len(ids) // 40)]:
+        found = ce.load(repository.path(checkpoint)).to_dict()
         assert found["n"] == (checkpoint.step if checkpoint.step < last else 0)
         assert torch.equal(found["w"], torch.full((200_000,), float(found["n"])))
+
+
+def test_ctrl_c_at_any_moment_of_many_saves(run: Path, launch: Launch, until: Until) -> None:
+    interrupt_many_saves(run, launch, until, 25)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(12))
+def test_ctrl_c_at_very_many_moments(run: Path, launch: Launch, until: Until, seed: int) -> None:
+    interrupt_many_saves(run, launch, until, 60)

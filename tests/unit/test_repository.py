@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -217,17 +218,16 @@ def test_the_permissions_are_those_of_the_umask(run: Path) -> None:
 
 
 def test_no_name_is_given_twice() -> None:
-    taken = Taken()
-    assert taken.next(None) == CheckpointId(0)
-    for checkpoint in (CheckpointId(1, 3), CheckpointId(1), CheckpointId(2)):
-        taken.add(checkpoint)
+    assert Taken([]).next(None) == CheckpointId(0)
+    taken = Taken([CheckpointId(1, 3), CheckpointId(1)])
+    taken.add(CheckpointId(2))
     assert taken.next(1) == CheckpointId(1, 4)
     assert taken.next(2) == CheckpointId(2, 1)
     assert taken.next(None) == CheckpointId(3)
     assert taken.next(0) == CheckpointId(0)
 
 
-def race(root: str, number: int, barrier: Any) -> None:
+def race(root: str, number: int, barrier: threading.Barrier) -> None:
     repository = Repository(root)
     for step in range(30):
         stage = repository.stage(CheckpointId(step))
@@ -241,14 +241,10 @@ def race(root: str, number: int, barrier: Any) -> None:
 
 def test_of_two_who_commit_one_name_one_wins_whole(run: Path, until: Callable[..., Any]) -> None:
     run.mkdir()
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(2)
-    racers = [context.Process(target=race, args=(str(run), n, barrier)) for n in (0, 1)]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join(120)
-        assert racer.exitcode == 0
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as racers:
+        for racer in [racers.submit(race, str(run), n, barrier) for n in (0, 1)]:
+            racer.result(120)
     repository = Repository(str(run))
     assert [c.step for c in repository.ids()] == list(range(30))
     assert repository.leftovers() == []
