@@ -163,6 +163,17 @@ class Stage:
             local.put_new(path, data)
         return FileEntry(len(data), bytes_digest(data))
 
+    def share(self, name: str, source: str) -> bool:
+        """Puts a committed file that is to stay as it is into this checkpoint too.
+
+        As a copy that shares its blocks, where the file system can make one, since a change in
+        place then hits one checkpoint only; else as a hard link. The bytes stay until the last
+        checkpoint that has them is deleted. False, and nothing done, where neither can be made.
+        """
+        path = self.file(name)
+        with local.store_errors("sharing", path):
+            return local.share(source, path)
+
     def commit(self, manifest: Manifest) -> str:
         """Makes the checkpoint visible and durable, and returns its path.
 

@@ -10,6 +10,7 @@ import json
 import struct
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -20,8 +21,10 @@ from .format import index
 from .format.checksum import Segment, segments, table_digest
 from .format.manifest import FileEntry, Manifest
 from .persist import direct
+from .persist.direct import Sums
 from .persist.worker import Abandoned, Job, serve_jobs
 from .repository import Repository, Stage
+from .reuse import Reuse
 from .store import local
 from .store.ownership import FileKey, check_unchanged, claim_for_persister
 from .types import ArenaLayout, CheckpointId, Chunk, FileLayout
@@ -40,16 +43,17 @@ class PlanBlob(NamedTuple):
 
 
 _HEAD = struct.Struct("<QQQ")
-_CHUNK = struct.Struct("<QQQQ")
+_CHUNK = struct.Struct("<QQQQQ")
 
 
 def pack_plan(layout: ArenaLayout, metadata: bytes, index_frame: bytes) -> bytes:
     """The bytes in which the trainer hands a plan over."""
     files = json.dumps(
-        [[f.name, f.arena_offset, f.nbytes, len(f.chunks)] for f in layout.files] + [layout.nbytes]
+        [[f.name, f.arena_offset, f.nbytes, len(f.chunks)] for f in layout.files]
+        + [layout.nbytes, layout.tensors, layout.marks]
     ).encode()
     chunks = b"".join(
-        _CHUNK.pack(c.offset, c.nbytes, *c.crc_at) for f in layout.files for c in f.chunks
+        _CHUNK.pack(c.offset, c.nbytes, *c.crc_at, c.number) for f in layout.files for c in f.chunks
     )
     head = _HEAD.pack(len(files), len(metadata), len(index_frame))
     return b"".join([head, files, metadata, index_frame, chunks])
@@ -59,7 +63,7 @@ def unpack_plan(blob: memoryview) -> PlanBlob:
     """The plan in `blob`."""
     files_len, metadata_len, frame_len = _HEAD.unpack_from(blob, 0)
     at = _HEAD.size
-    *files, nbytes = json.loads(bytes(blob[at : at + files_len]))
+    *files, nbytes, tensors, marks = json.loads(bytes(blob[at : at + files_len]))
     at += files_len
     metadata = bytes(blob[at : at + metadata_len])
     at += metadata_len
@@ -70,11 +74,11 @@ def unpack_plan(blob: memoryview) -> PlanBlob:
         raw = blob[at : at + count * _CHUNK.size]
         at += count * _CHUNK.size
         chunks = tuple(
-            Chunk(offset, size, (one, other))
-            for offset, size, one, other in _CHUNK.iter_unpack(raw)
+            Chunk(offset, size, (one, other), number)
+            for offset, size, one, other, number in _CHUNK.iter_unpack(raw)
         )
         layouts.append(FileLayout(name, arena_offset, file_nbytes, chunks))
-    layout = ArenaLayout(tuple(layouts), nbytes)
+    layout = ArenaLayout(tuple(layouts), nbytes, tensors, marks)
     tilings = tuple(list(segments(f.chunks, f.nbytes)) for f in layouts)
     return PlanBlob(layout, tilings, metadata, frame)
 
@@ -91,8 +95,13 @@ def save_request(
     candidate: bool,
     keep: Keep | None,
     protect: list[CheckpointId],
+    structure: int | None,
 ) -> dict[str, Any]:
-    """What the trainer asks for, as plain data. `values`: tagged JSON of the plain values."""
+    """What the trainer asks for, as plain data.
+
+    `values`: tagged JSON of the plain values. `structure`: for an incremental save, a number that
+    stays the same while tensors have the same numbers; None for others.
+    """
     return {
         "root": root,
         "owner": owner,
@@ -105,6 +114,7 @@ def save_request(
         "candidate": candidate,
         "keep": asdict(keep) if keep else None,
         "protect": [[c.step, c.attempt] for c in protect],
+        "structure": structure,
     }
 
 
@@ -113,6 +123,7 @@ class Persister:
 
     def __init__(self) -> None:
         self._plan: tuple[int, PlanBlob] | None = None
+        self._reuse: dict[str, Reuse] = {}  # by directory
         self.claims: dict[str, int] = {}  # directory to the descriptor that holds its lock
 
     def run(self, job: Job) -> None:
@@ -124,10 +135,15 @@ class Persister:
                 self.claims[root] = claim_for_persister(root)
         if self._plan is None or self._plan[0] != job.plan_id:
             self._plan = (job.plan_id, unpack_plan(job.plan))
-        _save(job, self._plan[1])
+        reuse = None
+        if job.request["structure"] is not None:
+            if root not in self._reuse:
+                self._reuse[root] = Reuse(Repository(root))
+            reuse = self._reuse[root]
+        _save(job, self._plan[1], reuse)
 
 
-def _save(job: Job, plan: PlanBlob) -> None:
+def _save(job: Job, plan: PlanBlob, reuse: Reuse | None) -> None:
     request = job.request
     repository = Repository(request["root"])
     begun = time.monotonic()
@@ -137,10 +153,12 @@ def _save(job: Job, plan: PlanBlob) -> None:
     repository.sweep(repository.leftovers())
     stage = repository.stage(CheckpointId(request["step"], request["attempt"]))
     try:
-        files, tables = _write_chunks(job, stage, plan)
+        chunks = _ChunkFiles(job, stage, plan, reuse)
+        chunks.write()
         written = time.monotonic()
+        files = chunks.entries
         files[index.DCP_METADATA] = stage.put(index.DCP_METADATA, plan.metadata)
-        frames = plan.index_frame + index.dynamic_frame(request["values"].encode(), tables)
+        frames = plan.index_frame + index.dynamic_frame(request["values"].encode(), chunks.tables)
         files[index.name(0)] = stage.put(index.name(0), frames)
         manifest = Manifest(
             step=request["step"],
@@ -157,40 +175,84 @@ def _save(job: Job, plan: PlanBlob) -> None:
         stage.discard()
         raise
     committed = time.monotonic()
+    marked = reuse is not None and chunks.mark(reuse, path)
     job.send(
         {
             "committed": path,
             "nbytes": manifest.nbytes,
+            "nbytes_shared": chunks.nbytes_shared,
             "seconds": {"write": written - begun, "commit": committed - written},
             "cpu_seconds": time.process_time() - cpu,
+            "marked": marked,
         }
     )
     _make_room(repository, request, manifest.id)
 
 
-def _write_chunks(
-    job: Job, stage: Stage, plan: PlanBlob
-) -> tuple[dict[str, FileEntry], dict[str, bytes]]:
-    files: dict[str, FileEntry] = {}
-    tables: dict[str, bytes] = {}
+class _ChunkFiles:
+    """The chunk files of one save: written, or shared with the checkpoint before."""
 
-    def await_captured(nbytes: int) -> None:
+    def __init__(self, job: Job, stage: Stage, plan: PlanBlob, reuse: Reuse | None) -> None:
+        self.entries: dict[str, FileEntry] = {}
+        self.tables: dict[str, bytes] = {}
+        self.nbytes_shared = 0
+        self._job = job
+        self._stage = stage
+        self._plan = plan
+        self._reuse = reuse
+        self._sums: list[Sums] = []
+
+    def write(self) -> None:
+        """Follows the capture to its end."""
+        layouts = self._plan.layout.files
+        for number, (layout, tiling) in enumerate(zip(layouts, self._plan.tilings, strict=True)):
+            sums = Sums(self._job.image, layout, tiling, hashed=self._reuse is not None)
+            # The first file is of what is expected to change: it need not wait for its hash.
+            if number and self._reuse is not None:
+                for _ in sums.take(self._await_captured):
+                    pass
+                if not self._share(layout, sums, self._reuse):
+                    self._write(layout, [layout.nbytes])
+            else:
+                self._write(layout, sums.take(self._await_captured))
+            self.entries[layout.name] = FileEntry(layout.nbytes, table_digest(sums.table))
+            self.tables[layout.name] = sums.table
+            self._sums.append(sums)
+        self._await_captured(self._plan.layout.nbytes)
+
+    def mark(self, reuse: Reuse, path: str) -> bool:
+        """After the commit at `path`: notes what may be shared with the next checkpoint, and tells
+        the trainer, in the image, which tensors did not change. False where that is not known."""
+        layout, structure = self._plan.layout, self._job.request["structure"]
+        digests = {n: digest for sums in self._sums for n, digest in sums.digests.items()}
+        marks = reuse.unchanged(structure, digests, layout.tensors)
+        if marks is not None:
+            self._job.image[layout.marks : layout.marks + len(marks)] = marks
+        pairs = list(zip(layout.files, self._sums, strict=True))[1:]
+        reuse.committed(structure, digests, path, [(f.name, f.nbytes, sums) for f, sums in pairs])
+        return marks is not None
+
+    def _write(self, layout: FileLayout, final: Iterable[int]) -> None:
+        path = self._stage.file(layout.name)
+        with local.store_errors(f"writing {layout.nbytes} bytes to", path):
+            direct.write_file(path, self._job.image, layout, final, self._progress)
+
+    def _share(self, layout: FileLayout, sums: Sums, reuse: Reuse) -> bool:
+        source = reuse.find(sums, self._job.image, layout, self._progress)
+        if source is None or not self._stage.share(layout.name, source):
+            return False
+        self.nbytes_shared += layout.nbytes
+        return True
+
+    def _await_captured(self, nbytes: int) -> None:
+        job = self._job
         while job.control.captured < nbytes:
             if job.control.abandoned or not job.owner_alive():
                 raise Abandoned
             time.sleep(_POLL)
 
-    def progress(nbytes: int) -> None:
-        job.control.written += nbytes
-
-    for layout, tiling in zip(plan.layout.files, plan.tilings, strict=True):
-        path = stage.file(layout.name)
-        with local.store_errors(f"writing {layout.nbytes} bytes to", path):
-            table = direct.write_file(path, job.image, layout, tiling, await_captured, progress)
-        files[layout.name] = FileEntry(layout.nbytes, table_digest(table))
-        tables[layout.name] = table
-    await_captured(plan.layout.nbytes)
-    return files, tables
+    def _progress(self, nbytes: int) -> None:
+        self._job.control.written += nbytes
 
 
 def _make_room(repository: Repository, request: dict[str, Any], written: CheckpointId) -> None:

@@ -84,6 +84,7 @@ class Chunk:
     offset: int
     nbytes: int
     crc_at: tuple[int, int]  # where its CRC-32 stands in the frame: data descriptor, central entry
+    number: int = -1  # of the tensor, or behind all tensors of the value, whatever file it is in
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class ArenaLayout:
 
     files: tuple[FileLayout, ...]
     nbytes: int  # a multiple of PAGE
+    tensors: int  # how many there are
+    marks: int  # bytes from the image's start to a byte for each tensor: 1 where it did not change
 
 
 Spec = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -157,7 +160,7 @@ class Control:
 
     @property
     def written(self) -> int:
-        """Bytes that the persister has written: its sign of life."""
+        """Bytes that the persister has written or found written already: its sign of life."""
         return self._words[self._WRITTEN]
 
     @written.setter

@@ -16,7 +16,7 @@ FLOORS = {
     "format": 1, "store": 1,
     "state": 2, "plan": 2, "snapshot": 2, "persist": 2,
     "repository": 3,
-    "retention": 4, "restore": 4,
+    "retention": 4, "restore": 4, "reuse": 4,
     "save_job": 5,
     "engine": 6,
     "demo": 7, "testing": 7,

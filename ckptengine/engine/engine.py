@@ -38,6 +38,7 @@ from ..types import CheckpointId, CheckpointInfo, Durability
 from .blob import PlanMemory
 from .fences import Fences, owned
 from .handle import SaveHandle
+from .incremental import Incremental
 from .slots import Slots
 
 _log = logging.getLogger("ckptengine")
@@ -51,10 +52,12 @@ class Engine:
     state owns while the loop goes on, until that optimizer's next step (or `fence`), and the rest
     during the call. "auto" takes what is safe without a fence: "copy". `keep`: a number (that many
     of the newest), a `Keep`, or None for all. `verify`: whether a restore checks checksums.
-    `on_busy`: what a save does while all memory for snapshots is still being written: "wait", "skip"
-    (said on the handle) or "error" (StoreError). `timeout`: seconds without progress after which a
-    wait gives up. `host_memory_limit`: bytes of host memory for snapshots; the default is up to
-    twice the state.
+    `incremental`: whether tensors that stay the same from one checkpoint to the next (frozen
+    weights) are shared by both instead of being written again; each checkpoint is whole all the
+    same. `on_busy`: what a save does while all memory for snapshots is still being written: "wait",
+    "skip" (said on the handle) or "error" (StoreError). `timeout`: seconds without progress after
+    which a wait gives up. `host_memory_limit`: bytes of host memory for snapshots; the default is up
+    to twice the state.
 
     A context manager; `close` waits for what is pending. Not usable in a forked child. Raises
     ConfigError for wrong arguments; the directory is made, and claimed, by the first save.
@@ -67,6 +70,7 @@ class Engine:
         capture: str = "auto",
         keep: int | Keep | None = None,
         verify: bool = True,
+        incremental: bool = False,
         on_busy: str = "wait",
         timeout: float = 300.0,
         host_memory_limit: int | None = None,
@@ -76,6 +80,7 @@ class Engine:
         self._overlap = config.one_of("capture", capture, ("auto", "copy", "overlap")) == "overlap"
         self._keep = config.keep_policy(keep)
         self._verify = verify
+        self._incremental = Incremental() if incremental else None
         self._on_busy = config.one_of("on_busy", on_busy, ("wait", "skip", "error"))
         if host_memory_limit is not None:
             config.positive("host_memory_limit", host_memory_limit)
@@ -171,6 +176,7 @@ class Engine:
                 candidate=candidate,
                 keep=self._keep,
                 protect=[c for c in (self._restored,) if c is not None],
+                structure=self._incremental.structure if self._incremental else None,
             )
             with local.store_errors("handing over", handle.path):
                 self._capture(handle, arena, plan, collected, request, candidate)
@@ -411,14 +417,21 @@ class Engine:
 
     def _planned(self, collected: Collected) -> Plan:
         found = (collected.signature, collected.specs, collected.pickles)
-        if self._plan is None or not self._plan.fits(*found):
-            plan, old = make_plan(collected.tree, *found), self._plan_memory
+        plan, learned = self._plan, self._incremental
+        fits = plan is not None and plan.fits(*found)
+        if learned is not None:
+            if not fits:
+                learned.begin(collected, self._repository, self._restored)
+            learned.learn()
+        apart = learned.apart if learned else ()
+        if plan is None or not fits or plan.apart is not apart:
+            plan, old = make_plan(collected.tree, *found, apart=apart), self._plan_memory
             memory = PlanMemory(save_job.pack_plan(plan.layout, plan.metadata, plan.index_frame))
             # Together: what fails or interrupts above must not leave one without the other.
             self._plan, self._plan_memory = plan, memory
             if old is not None:
                 old.close()
-        return self._plan
+        return plan
 
     def _claim(self) -> tuple[Ownership, Taken]:
         if self._ownership is None:
@@ -459,10 +472,10 @@ class Engine:
     ) -> None:
         """Hands the job over first and captures then, so that writing follows the capture."""
         assert self._plan_memory is not None
-        handle.timings["nbytes"] = plan.layout.nbytes
+        handle.timings["nbytes"] = sum(file.nbytes for file in plan.layout.files)
 
         def on_done(job: Job) -> None:
-            self._save_ended(handle, job, request, candidate)
+            self._save_ended(handle, job, plan, request, candidate)
 
         handle.take(arena)
         # Before the job can end: its end takes the handle off the list.
@@ -505,7 +518,7 @@ class Engine:
             self._pending.remove(handle)
 
     def _save_ended(
-        self, handle: SaveHandle, job: Job, request: dict[str, Any], candidate: bool
+        self, handle: SaveHandle, job: Job, plan: Plan, request: dict[str, Any], candidate: bool
     ) -> None:
         """On the watching thread: the outcome of a job becomes that of its handle."""
         result = job.result
@@ -516,7 +529,12 @@ class Engine:
             self._emit(events.SaveFailed(handle.step, error))
         else:
             durable = handle.elapsed()
+            if result["marked"] and self._incremental and handle.arena:
+                marks = plan.layout.marks
+                unchanged = bytes(handle.arena.image[marks : marks + plan.layout.tensors])
+                self._incremental.note(request["structure"], unchanged)
             handle.timings.update(result["seconds"], durable=durable)
+            handle.timings["nbytes_shared"] = result["nbytes_shared"]
             handle.timings["persister_cpu"] = result["cpu_seconds"]
             info = CheckpointInfo(
                 step=handle.id.step,

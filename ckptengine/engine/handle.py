@@ -21,7 +21,8 @@ class SaveHandle:
     """What `Engine.save_async` returns. Safe to drop: failures then come with the next engine call.
 
     `timings`: seconds of each phase (`collect`, `plan`, `busy`, `capture`, their sum `stall`; later
-    `write`, `commit`, `durable`, `persister_cpu`) and `nbytes`. `path`: where the checkpoint is, or
+    `write`, `commit`, `durable`, `persister_cpu`); bytes captured (`nbytes`) and, of these, shared with
+    the checkpoint before instead of written (`nbytes_shared`). `path`: where the checkpoint is, or
     will be. `skipped`: why no save was made, or None.
     """
 

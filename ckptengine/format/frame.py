@@ -71,7 +71,8 @@ def alignment(nbytes: int) -> int:
 def tensor_frame(
     dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int, phase: int
 ) -> Frame:
-    """A frame of one dense tensor. `phase`: the frame's offset in its file, modulo `PAGE`.
+    """A frame of one dense tensor. `phase`: the frame's offset in its file, modulo the `alignment` of
+    its payload.
 
     Cached, since the tensors of a model have few shapes.
     """
@@ -93,7 +94,7 @@ def value_frame(capacity: int, phase: int) -> Frame:
 
 
 def render(records: Sequence[Record], phase: int) -> Frame:
-    """Lays out `records` as one archive that starts at `phase` modulo `PAGE`."""
+    """Lays out `records` as one archive that starts at `phase` modulo their largest alignment."""
     pieces: list[tuple[int, bytes]] = []
     payloads: list[Payload] = []
     run = bytearray()  # constant bytes not yet closed into a piece

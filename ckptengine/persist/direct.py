@@ -11,8 +11,10 @@ import os
 import struct
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+from xxhash import xxh3_128
 
 from ..format.checksum import Segment, crc32, crc32_combine
 from ..store import local
@@ -22,18 +24,75 @@ _DEPTH = 2
 """Writes in flight: the next is queued at the device while one ends."""
 
 
+class Sums:
+    """The checksums of one file of an arena's `image`, taken in one pass that follows the capture.
+
+    `hashed`: whether to take 128-bit hashes too, which tell that bytes are the same.
+    """
+
+    def __init__(
+        self, image: memoryview, layout: FileLayout, tiling: list[Segment], hashed: bool = False
+    ) -> None:
+        self.table = b""  # the file's CRC table
+        self.digest = b""  # of the whole file
+        self.digests: dict[int, bytes] = {}  # of each chunk, by its number
+        self._image = image
+        self._layout = layout
+        self._tiling = tiling
+        self._hashed = hashed
+
+    def take(self, await_captured: Callable[[int], None]) -> Iterator[int]:
+        """Yields, as it comes there, the offset in the file before which all bytes are final.
+
+        `await_captured(nbytes)` returns once so many bytes of the image hold the snapshot, or raises.
+        Patches each chunk's CRC into its frame, in the image.
+        """
+        image, layout, start = self._image, self._layout, self._layout.arena_offset
+        table = array("I")
+        whole, one = xxh3_128(), xxh3_128()
+        captured = chunk_crc = 0
+        for segment in self._tiling:
+            end = segment.offset + segment.nbytes
+            if start + end > captured:
+                captured = start + end
+                await_captured(captured)
+            data = image[start + segment.offset : start + end]
+            crc = crc32(data)
+            table.append(crc)
+            if segment.chunk < 0:
+                if self._hashed:
+                    whole.update(data)
+                yield end
+                continue
+            chunk = layout.chunks[segment.chunk]
+            first, last = segment.offset == chunk.offset, end == chunk.offset + chunk.nbytes
+            chunk_crc = crc if first else crc32_combine(chunk_crc, crc, segment.nbytes)
+            if self._hashed:
+                if first:
+                    one.reset()
+                one.update(data)
+            if last:
+                for place in chunk.crc_at:
+                    struct.pack_into("<I", image, start + place, chunk_crc)
+                if self._hashed:
+                    self.digests[chunk.number] = digest = one.digest()
+                    whole.update(digest)
+            yield end
+        self.table = table.tobytes()
+        self.digest = whole.digest()
+
+
 def write_file(
     path: str,
     image: memoryview,
     layout: FileLayout,
-    tiling: list[Segment],
-    await_captured: Callable[[int], None],
+    final: Iterable[int],
     progress: Callable[[int], None],
-) -> bytes:
-    """Writes one file of the arena's `image`, syncs it, and returns its CRC table.
+) -> None:
+    """Writes one file of the arena's `image` and syncs it.
 
-    `await_captured(nbytes)` returns once so many bytes of the image hold the snapshot, or raises.
-    Patches each chunk's CRC into its frame, in the image. Raises OSError.
+    `final`: offsets in the file, ascending to its end; the bytes before each are final once it comes
+    (see `Sums.take`). Raises OSError, and what `final` raises.
     """
     start = layout.arena_offset
     padded = layout.nbytes + -layout.nbytes % PAGE
@@ -42,23 +101,8 @@ def write_file(
         local.preallocate(fd, padded)
         writer = _Writer(fd, image[start : start + padded], progress)
         try:
-            table = array("I")
-            captured = submitted = 0
-            chunk_crc = 0
-            for segment in tiling:
-                end = segment.offset + segment.nbytes
-                if start + end > captured:
-                    captured = start + end
-                    await_captured(captured)
-                crc = crc32(image[start + segment.offset : start + end])
-                table.append(crc)
-                if segment.chunk >= 0:
-                    chunk = layout.chunks[segment.chunk]
-                    first = segment.offset == chunk.offset
-                    chunk_crc = crc if first else crc32_combine(chunk_crc, crc, segment.nbytes)
-                    if end == chunk.offset + chunk.nbytes:
-                        for place in chunk.crc_at:
-                            struct.pack_into("<I", image, start + place, chunk_crc)
+            submitted = 0
+            for end in final:
                 while end - submitted >= PART:
                     writer.submit(submitted, PART)
                     submitted += PART
@@ -72,7 +116,6 @@ def write_file(
         os.fsync(fd)
     finally:
         os.close(fd)
-    return table.tobytes()
 
 
 class _Writer:

@@ -22,10 +22,11 @@ class Plan:
 
     signature: list[Any]
     specs: list[Spec]
+    apart: Sequence[Sequence[int]]  # numbers of the tensors in each file but the first
     layout: ArenaLayout
     pieces: tuple[tuple[int, bytes], ...]  # constant bytes by arena offset
-    tensors: tuple[TensorPlace, ...]  # ascending by offset
-    values: tuple[ValuePlace, ...]  # after all tensors
+    tensors: tuple[TensorPlace, ...]  # by number
+    values: tuple[ValuePlace, ...]
     metadata: bytes
     index_frame: bytes
 
@@ -50,69 +51,117 @@ def make_plan(
     specs: list[Spec],
     pickles: Sequence[bytes],
     *,
+    apart: Sequence[Sequence[int]] = (),
     rank: int = 0,
 ) -> Plan:
     """Plans a state of this description: its tree, what tells the tree from others (see
-    `state.collect`), each tensor's spec, each value's pickle."""
-    file_name = torch_dist.chunk_file(rank, 0)
+    `state.collect`), each tensor's spec, each value's pickle.
+
+    `apart`: numbers of tensors that lie together in a file of their own. The first file takes all
+    the others, and the values.
+    """
+    elsewhere = {number for group in apart for number in group}
+    first = [number for number in range(len(specs)) if number not in elsewhere]
+    tensors: dict[int, tuple[int, TensorPlace]] = {}  # number to its file and place
+    values: list[ValuePlace] = []
+    items: dict[int, torch_dist.Item] = {}
+    pieces: list[tuple[int, bytes]] = []
+    files: list[FileLayout] = []
+    sizes: list[index.FileSize] = []
     paths: dict[tuple[str, int], list[codec.Path]] = {}
     for leaf in tree.leaves(node, rank):
         paths.setdefault((leaf.kind, leaf.number), []).append(leaf.path)
+    start = 0
+    for number, group in enumerate([first, *apart]):
+        file = _File(torch_dist.chunk_file(rank, number), start)
+        for tensor in group:
+            dtype, shape, stride = specs[tensor]
+            nbytes = payload_nbytes(specs[tensor])
+            dense = dense_stride(shape, stride)
+            phase = file.nbytes % frame.alignment(nbytes)
+            rendered = frame.tensor_frame(dtype, shape, dense, nbytes, phase)
+            at = file.nbytes
+            offset = file.add(rendered, tensor)
+            tensors[tensor] = number, TensorPlace(start + offset, nbytes, dtype, shape, dense)
+            items[tensor] = torch_dist.Item(
+                tuple(paths["t", tensor]), file.name, at, rendered.nbytes, dtype, shape
+            )
+        for value, raw in enumerate(pickles if number == 0 else ()):
+            capacity = max(64, 1 << (len(raw) - 1).bit_length())
+            rendered = frame.value_frame(capacity, file.nbytes % frame.ALIGN_SMALL)
+            at = file.nbytes
+            offset = file.add(rendered, len(specs) + value)
+            values.append(ValuePlace(offset, capacity))
+            items[len(specs) + value] = torch_dist.Item(
+                tuple(paths["v", value]), file.name, at, rendered.nbytes
+            )
+        pieces += file.pieces
+        files.append(FileLayout(file.name, start, file.nbytes, tuple(file.chunks)))
+        sizes.append(index.FileSize(file.name, file.nbytes))
+        start += _pages(file.nbytes)
 
-    at = 0
-    pieces: list[tuple[int, bytes]] = []
-    chunks: list[Chunk] = []
-    items: list[torch_dist.Item] = []
-
-    def place(rendered: frame.Frame, key: tuple[str, int], spec: Spec | None) -> int:
-        """Puts a frame at the file's end and returns its payload's offset."""
-        nonlocal at
-        pieces.extend((at + offset, raw) for offset, raw in rendered.pieces)
-        (payload,) = rendered.payloads
-        crc_at = (at + payload.crc_at[0], at + payload.crc_at[1])
-        if payload.nbytes:
-            chunks.append(Chunk(at + payload.offset, payload.nbytes, crc_at))
-        dtype, shape = (spec[0], spec[1]) if spec else (None, ())
-        items.append(
-            torch_dist.Item(tuple(paths[key]), file_name, at, rendered.nbytes, dtype, shape)
-        )
-        start = at + payload.offset
-        at += rendered.nbytes + -rendered.nbytes % frame.ALIGN_SMALL
-        return start
-
-    tensors = []
-    for number, spec in enumerate(specs):
-        dtype, shape, stride = spec
-        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-        dense = dense_stride(shape, stride)
-        rendered = frame.tensor_frame(dtype, shape, dense, nbytes, at % PAGE)
-        tensors.append(
-            TensorPlace(place(rendered, ("t", number), spec), nbytes, dtype, shape, dense)
-        )
-    values = []
-    for number, raw in enumerate(pickles):
-        capacity = max(64, 1 << (len(raw) - 1).bit_length())
-        rendered = frame.value_frame(capacity, at % PAGE)
-        values.append(ValuePlace(place(rendered, ("v", number), None), capacity))
-
-    nbytes = at
-    files = (FileLayout(file_name, 0, nbytes, tuple(chunks)),)
+    numbers = range(len(specs))
     return Plan(
         signature=signature,
         specs=specs,
-        layout=ArenaLayout(files, nbytes + -nbytes % PAGE),
+        apart=apart,
+        layout=ArenaLayout(tuple(files), start + _pages(len(specs)), len(specs), start),
         pieces=tuple(pieces),
-        tensors=tuple(tensors),
+        tensors=tuple(tensors[number][1] for number in numbers),
         values=tuple(values),
-        metadata=torch_dist.metadata(items),
+        metadata=torch_dist.metadata(items[number] for number in sorted(items)),
         index_frame=index.static_frame(
             rank,
             node,
-            [index.FileSize(file_name, nbytes)],
-            [index.TensorEntry(t.dtype, t.shape, t.stride, 0, t.offset, t.nbytes) for t in tensors],
+            sizes,
+            [
+                index.TensorEntry(
+                    place.dtype,
+                    place.shape,
+                    place.stride,
+                    file,
+                    place.offset - files[file].arena_offset,
+                    place.nbytes,
+                )
+                for file, place in map(tensors.__getitem__, numbers)
+            ],
             [index.ValueEntry(0, v.offset, v.capacity) for v in values],
         ),
     )
+
+
+class _File:
+    """A chunk file being laid out, frame behind frame."""
+
+    def __init__(self, name: str, start: int) -> None:
+        self.name = name
+        self.pieces: list[tuple[int, bytes]] = []  # by arena offset
+        self.chunks: list[Chunk] = []
+        self.nbytes = 0
+        self._start = start  # its own arena offset
+
+    def add(self, rendered: frame.Frame, number: int) -> int:
+        """Puts a frame at the file's end and returns its payload's offset in the file."""
+        at, pad = self.nbytes, -rendered.nbytes % frame.ALIGN_SMALL
+        self.pieces += [(self._start + at + offset, raw) for offset, raw in rendered.pieces]
+        # Of an arena that was laid out otherwise before, something would be left there.
+        self.pieces.append((self._start + at + rendered.nbytes, bytes(pad)))
+        (payload,) = rendered.payloads
+        if payload.nbytes:
+            crc_at = (at + payload.crc_at[0], at + payload.crc_at[1])
+            self.chunks.append(Chunk(at + payload.offset, payload.nbytes, crc_at, number))
+        self.nbytes += rendered.nbytes + pad
+        return at + payload.offset
+
+
+def payload_nbytes(spec: Spec) -> int:
+    """Bytes that a tensor's elements take."""
+    dtype, shape, _ = spec
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def _pages(nbytes: int) -> int:
+    return nbytes + -nbytes % PAGE
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -21,6 +21,11 @@ _THREADS = 2
 """More do not help: one stream of readahead serves a cold file best, two cores a warm one."""
 
 
+_BLOCK = 512 << 10
+"""Bytes of one read: they are checksummed while they are still in the core's cache, which makes a
+quarter of the speed of a warm file."""
+
+
 class _Piece(NamedTuple):
     fd: int
     file: str
@@ -156,14 +161,17 @@ def _in_parallel(pieces: list[_Piece], verify: bool) -> list[tuple[_Piece, str]]
 
 
 def _read(piece: _Piece, verify: bool) -> str | None:
-    view = memoryview((ctypes.c_char * piece.part.nbytes).from_address(piece.address)).cast("B")
-    at = 0
-    while at < piece.part.nbytes:
+    nbytes = piece.part.nbytes
+    view = memoryview((ctypes.c_char * nbytes).from_address(piece.address)).cast("B")
+    at = crc = 0
+    while at < nbytes:
         with local.store_errors("reading", piece.file):
-            count = os.preadv(piece.fd, [view[at:]], piece.part.offset + at)
+            count = os.preadv(piece.fd, [view[at : at + _BLOCK]], piece.part.offset + at)
         if not count:
             return "the file ends"
+        if verify:
+            crc = crc32(view[at : at + count], crc)
         at += count
-    if verify and crc32(view) != piece.part.crc:
+    if verify and crc != piece.part.crc:
         return "a wrong checksum"
     return None

@@ -72,7 +72,9 @@ class Arena:
     def batches(self, without: frozenset[int] = frozenset()) -> list[Batch]:
         """The tensors of the plan, but for those numbers, as they are copied. Cut once a plan."""
         if without not in self._cut:
-            numbers = (n for n in range(len(self.places)) if n not in without)
+            # By place: the persister follows the bytes before which all are captured.
+            in_order = sorted(range(len(self.places)), key=lambda n: self.places[n].offset)
+            numbers = (n for n in in_order if n not in without)
             self._cut[without] = batches(self.places, numbers)
         return self._cut[without]
 

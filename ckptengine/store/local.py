@@ -18,6 +18,7 @@ from ..errors import ConflictError, IncompleteError, NotFoundError, StoreError
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_FICLONE = 0x40049409  # linux/fs.h
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _HINTS = {
     errno.ENOSPC: "The disk is full: free space, or keep fewer checkpoints",
@@ -114,6 +115,39 @@ def preallocate(fd: int, nbytes: int) -> None:
             return
         if code != errno.EINTR:  # tmpfs gives up when the process is stopped and continued
             raise OSError(code, os.strerror(code))
+
+
+def share(source: str, target: str) -> bool:
+    """Makes `target` of the bytes of `source` without writing them: a clone (durable) or a hard link
+    (as durable as its source, once its directory is synced). False where neither can be made."""
+    try:
+        if not _clone(source, target):
+            os.link(source, target)
+    except OSError as error:
+        # Deleted meanwhile, linked too often, not allowed, on another file system: written anew.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        return False
+    return True
+
+
+def _clone(source: str, target: str) -> bool:
+    source_fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = create(target)
+        try:
+            fcntl.ioctl(fd, _FICLONE, source_fd)
+            os.fsync(fd)
+            return True
+        except OSError as error:
+            os.unlink(target)
+            if error.errno not in (*_UNSUPPORTED, errno.EXDEV, errno.ENOTTY):
+                raise
+            return False
+        finally:
+            os.close(fd)
+    finally:
+        os.close(source_fd)
 
 
 def set_direct(fd: int, on: bool) -> bool:

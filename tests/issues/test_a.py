@@ -112,10 +112,10 @@ def test_a07_short_writes_and_reads_are_gone_on_with(
     nbytes = 50_000
     image = memoryview(bytearray(os.urandom(53_248)))
     layout = FileLayout("f", 0, nbytes, (Chunk(64, 30_000, (49_000, 49_010)),))
-    tiling = list(segments(layout.chunks, nbytes))
+    sums = direct.Sums(image, layout, list(segments(layout.chunks, nbytes)))
     monkeypatch.setattr(os, "pwrite", short_write)
     direct.write_file(
-        str(tmp_path / "f"), image, layout, tiling, lambda nbytes: None, lambda nbytes: None
+        str(tmp_path / "f"), image, layout, sums.take(lambda nbytes: None), lambda nbytes: None
     )
     monkeypatch.undo()
     assert len(counts) > 2

@@ -36,8 +36,9 @@ def write(
     await_captured: Callable[[int], None] = lambda nbytes: None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> bytes:
-    tiling = list(segments(layout.chunks, layout.nbytes))
-    return direct.write_file(str(path), image, layout, tiling, await_captured, progress)
+    sums = direct.Sums(image, layout, list(segments(layout.chunks, layout.nbytes)))
+    direct.write_file(str(path), image, layout, sums.take(await_captured), progress)
+    return sums.table
 
 
 def layout_of(sizes: list[tuple[int, int]], start: int = 0) -> FileLayout:
