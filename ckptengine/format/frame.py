@@ -215,12 +215,12 @@ def tensor_pickle(
     storage = _glob("torch", legacy) if legacy else _glob("torch.storage", "UntypedStorage")
     count = nbytes // itemsize if legacy else nbytes
     persistent_id = (
-        b"(" + _text("storage") + storage + _text("0") + _text("cpu") + _int(count) + b"t"
+        b"(" + text_op("storage") + storage + text_op("0") + text_op("cpu") + int_op(count) + b"t"
     )
     arguments = (
         persistent_id
         + b"Q"
-        + _int(0)
+        + int_op(0)
         + _ints(shape)
         + _ints(stride)
         + b"\x89"  # requires_grad=False
@@ -236,16 +236,18 @@ def _glob(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
-def _text(text: str) -> bytes:
+def text_op(text: str) -> bytes:
+    """The pickle opcode that makes a string."""
     raw = text.encode()
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
-def _int(value: int) -> bytes:
+def int_op(value: int) -> bytes:
+    """The pickle opcode that makes an integer of at most 64 bits."""
     if value <= 0x7FFFFFFF:
         return b"J" + struct.pack("<i", value)
     return b"\x8a\x08" + struct.pack("<q", value)
 
 
 def _ints(values: tuple[int, ...]) -> bytes:
-    return b"(" + b"".join(map(_int, values)) + b"t"
+    return b"(" + b"".join(map(int_op, values)) + b"t"

@@ -27,7 +27,10 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptengine as ce
+from ckptengine.format import torch_dist
 from ckptengine.format.dtypes import DTYPES
+from ckptengine.format.torch_dist import Item
+from ckptengine.format.tree import Position
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning"),
@@ -477,3 +480,40 @@ def test_a_hostile_pickle_among_the_values_is_never_run(
     with pytest.raises(ce.CorruptError):
         ce.verify(path)
     assert not ran()
+
+
+def test_metadata_is_what_dcp_itself_would_pickle() -> None:
+    from torch.distributed.checkpoint import metadata as dcp_metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    items = [
+        Item((("a", Position(0)), ("tied", "größe")), "__0_0.distcp", 0, 100, "float32", (2, 3)),
+        Item((("a", Position(1)),), "__0_1.distcp", 5 << 30, 3 << 30, "bfloat16", ()),
+        Item((("a", "1"),), "__0_0.distcp", 128, 1 << 31, "float32", (2, 3)),
+        Item((("value",),), "__0_0.distcp", (1 << 31) - 1, 77),
+        Item((("empty",),), "__0_0.distcp", 4096, 64, "complex64", (0, 7, 1)),
+    ]
+    wanted = dcp_metadata.Metadata({}, {}, {})
+    assert wanted.planner_data is not None and wanted.storage_data is not None
+    keys = {("a", 0): "a.0", ("a", 1): "a.1", ("a", "1"): "a.1#1"}
+    for item in items:
+        for path in item.paths:
+            key = keys.get(path, ".".join(map(str, path)))
+            wanted.planner_data[key] = (key,) if "#" in key else path
+            zeros, size = torch.Size([0] * len(item.shape)), torch.Size(item.shape)
+            if item.dtype is None:
+                wanted.state_dict_metadata[key] = dcp_metadata.BytesStorageMetadata()
+                place = dcp_metadata.MetadataIndex(key)
+            else:
+                properties = dcp_metadata.TensorProperties(dtype=getattr(torch, item.dtype))
+                chunk = dcp_metadata.ChunkStorageMetadata(zeros, size)
+                wanted.state_dict_metadata[key] = dcp_metadata.TensorStorageMetadata(
+                    properties, size, [chunk]
+                )
+                place = dcp_metadata.MetadataIndex(key, zeros)
+            wanted.storage_data[place] = _StorageInfo(item.file, item.offset, item.nbytes)
+    found = pickle.loads(torch_dist.metadata(items))
+    assert found == wanted
+    assert list(found.state_dict_metadata) == list(wanted.state_dict_metadata)
+    assert [type(part) for part in found.planner_data["a.0"]] == [str, int]
+    assert pickle.loads(torch_dist.metadata([])) == dcp_metadata.Metadata({}, {}, {})
