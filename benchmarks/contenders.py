@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ class Contender(ABC):
 
     name: str
     description: str
+    queues = False  # whether it takes a save while an earlier one is still being written
 
     def open(self, root: Path) -> None:  # noqa: B027
         """Prepare, once; all directories lie directly below `root`. May raise `Unavailable`."""
@@ -54,8 +56,12 @@ class Contender(ABC):
         """Where the files of the save to `directory` are."""
         return directory
 
+    def timings(self) -> dict[str, float]:
+        """What it says itself of its last save, for the raw results."""
+        return {}
+
     def close(self) -> None:  # noqa: B027
-        """Let go of buffers and processes."""
+        """Let go of buffers and processes; `open` may follow."""
 
 
 class Nothing(Contender):
@@ -198,6 +204,99 @@ class DcpAsync(DcpSave):
             self._stager.close()
 
 
+class _Unsynced(Contender):
+    """A peer that leaves its files to the page cache: their fsync is part of the save here."""
+
+    def open(self, root: Path) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._future: Future[None] | None = None
+
+    def _finish(self, written: Callable[[], object], directory: Path) -> None:
+        """Make the files durable, in a thread, once `written` returns."""
+
+        def finish() -> None:
+            written()
+            for path in [*directory.rglob("*"), directory]:
+                _sync(path)
+
+        self._future = self._pool.submit(finish)
+
+    def done(self) -> bool:
+        return self._future is None or self._future.done()
+
+    def wait(self) -> None:
+        if self._future is not None:
+            self._future.result(timeout=_PATIENCE)
+            self._future = None
+
+    def close(self) -> None:
+        self.wait()
+        self._pool.shutdown()
+
+
+class TorchCheckpointing(_Unsynced):
+    name = "torch_checkpointing"
+    description = "CheckpointManager, asynchronous, as documented for CPUs, and fsync; its load"
+
+    def open(self, root: Path) -> None:
+        try:
+            from torch_checkpointing import CheckpointManager
+            from torch_checkpointing.config import AsyncCheckpointSaverConfig
+            from torch_checkpointing.staging import CheckpointStagerConfig
+            from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+        except ImportError as error:
+            raise Unavailable(f"torch_checkpointing cannot be imported: {error}") from error
+        super().open(root)
+        cuda = torch.cuda.is_available()
+        staging = CheckpointStagerConfig(
+            use_pinned_memory=cuda,
+            use_non_blocking_copy=cuda,
+            # A stager in a thread would read the state while the next step changes it.
+            use_async_staging=False,
+        )
+        self._manager = CheckpointManager(
+            CheckpointManager.Config(
+                save=AsyncCheckpointSaverConfig(staging_config=staging),
+                # Its O_DIRECT writes are not aligned: where the file system insists, a save fails.
+                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+            )
+        )
+
+    def save_async(self, state: State, directory: Path) -> None:
+        future = self._manager.save(str(directory), state)
+        self._finish(partial(future.result, _PATIENCE), directory)
+
+    def restore_into(self, state: State, directory: Path) -> None:
+        self._manager.load(str(directory), into=state, strict=True)
+
+    def close(self) -> None:
+        super().close()
+        self._manager.close()
+
+
+class TorchSnapshot(_Unsynced):
+    name = "torchsnapshot"
+    description = "torchsnapshot Snapshot.async_take and fsync; Snapshot.restore"
+
+    def open(self, root: Path) -> None:
+        try:
+            import torchsnapshot  # noqa: F401
+        except ImportError as error:
+            raise Unavailable(f"torchsnapshot cannot be imported: {error}") from error
+        super().open(root)
+
+    def save_async(self, state: State, directory: Path) -> None:
+        from torchsnapshot import Snapshot, StateDict
+
+        pending = Snapshot.async_take(str(directory), {"state": StateDict(**state)})
+        self._finish(pending.wait, directory)
+
+    def restore_into(self, state: State, directory: Path) -> None:
+        from torchsnapshot import Snapshot, StateDict
+
+        Snapshot(str(directory)).restore({"state": StateDict(**state)})
+
+
 class NvrxAsync(Contender):
     name = "nvrx async"
     description = "nvidia-resiliency-ext, FileSystemWriterAsync in a persistent worker"
@@ -219,10 +318,17 @@ class NvrxAsync(Contender):
 
 
 class CkptEngine(Contender):
-    name = "ckptengine"
-    description = "Engine.save_async with its defaults; Engine.restore, checksums on"
+    """The engine with its defaults, but for `options`, which then belong into the name."""
 
-    def __init__(self) -> None:
+    queues = True
+
+    def __init__(self, suffix: str = "", **options: Any) -> None:
+        self.name = f"ckptengine {suffix}".strip()
+        chosen = "".join(f", {key}={value!r}" for key, value in options.items())
+        self.description = (
+            f"Engine.save_async with its defaults{chosen}; Engine.restore, checksums on"
+        )
+        self._options = options
         self._engine: Any = None
         self._handle: Any = None
         self._paths: dict[Path, Path] = {}
@@ -230,21 +336,20 @@ class CkptEngine(Contender):
     def open(self, root: Path) -> None:
         try:
             import ckptengine as ce
-
-            self._engine = ce.Engine(root)
         except ImportError as error:
             raise Unavailable(f"ckptengine cannot be imported: {error}") from error
+        self._engine = ce.Engine(root, **self._options)
 
     def save_async(self, state: State, directory: Path) -> None:
-        self._directory = directory
         self._handle = self._engine.save_async(state, step=_number(directory))
+        self._paths[directory] = Path(self._handle.path)
 
     def done(self) -> bool:
         return self._handle is None or self._handle.done()
 
     def wait(self) -> None:
         if self._handle is not None:
-            self._paths[self._directory] = Path(self._handle.wait(timeout=_PATIENCE).path)
+            self._handle.wait(timeout=_PATIENCE)
 
     def restore_into(self, state: State, directory: Path) -> None:
         if self._engine.restore(state, step=_number(directory)) is None:
@@ -253,14 +358,34 @@ class CkptEngine(Contender):
     def location(self, directory: Path) -> Path:
         return self._paths.get(directory, directory)
 
+    def timings(self) -> dict[str, float]:
+        return dict(self._handle.timings)
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
+            self._handle = None
+
+
+class CkptEngineSave(CkptEngine):
+    """The call that waits: it writes beside the copy, since nobody gains by an earlier return."""
+
+    def __init__(self) -> None:
+        super().__init__("save")
+        self.description = "Engine.save with the engine's defaults; Engine.restore, checksums on"
+
+    def save_async(self, state: State, directory: Path) -> None:
+        info = self._engine.save(state, step=_number(directory))
+        self._paths[directory] = Path(info.path)
+
+    def timings(self) -> dict[str, float]:
+        return {}
 
 
 ALL: dict[str, Callable[[], Contender]] = {
     "none": Nothing,
     "ckptengine": CkptEngine,
+    "ckptengine save": CkptEngineSave,
     "torch.save": TorchSave,
     "safetensors": SafeTensors,
     "dcp.save": lambda: DcpSave(1),
@@ -269,6 +394,8 @@ ALL: dict[str, Callable[[], Contender]] = {
     "dcp.async thread cached": lambda: DcpAsync("thread", cached=True),
     "dcp.async process": lambda: DcpAsync("process", cached=False),
     "dcp.async process cached": lambda: DcpAsync("process", cached=True),
+    "torch_checkpointing": TorchCheckpointing,
+    "torchsnapshot": TorchSnapshot,
     "nvrx async": NvrxAsync,
 }
 

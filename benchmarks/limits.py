@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from . import cache
-from .harness import Turn
+from .harness import Entry, Turn
 from .trainer import State, tensors
 
 BLOCK = 16 << 20
@@ -66,6 +66,25 @@ class Arena:
             for at in range(0, tensor.nbytes, _PIECE)
         ]
         list(pool.map(lambda piece: ctypes.memmove(*piece), pieces))
+
+
+class Scaled:
+    """A limit measured over fewer bytes than the state has, and stated for all of them."""
+
+    def __init__(self, limit: Entry, factor: float) -> None:
+        self.name = limit.name
+        self.description = f"{limit.description}; measured over 1/{factor:.3g} of them"
+        self._limit = limit
+        self._factor = factor
+
+    def turn(self) -> Turn:
+        turn = self._limit.turn()
+        return Turn(
+            {k: seconds * self._factor for k, seconds in turn.figures.items()}, turn.details
+        )
+
+    def close(self) -> None:
+        self._limit.close()
 
 
 class CopyLimit:

@@ -9,7 +9,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("torch", "numpy", "zlib-ng", "zstandard", "safetensors", "nvidia-resiliency-ext")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "zlib-ng",
+    "zstandard",
+    "safetensors",
+    "torch_checkpointing",
+    "torchsnapshot",
+    "nvidia-resiliency-ext",
+)
 
 
 def facts(directory: Path) -> dict[str, Any]:
@@ -37,26 +46,43 @@ def noise() -> dict[str, float]:
 
 def children_cpu() -> float:
     """CPU seconds of all our descendants, live or reaped by one of them (10 ms ticks)."""
-    parents: dict[int, int] = {}
-    seconds: dict[int, float] = {}
     ticks = os.sysconf("SC_CLK_TCK")
+    reaped = os.times()
+    seconds = reaped.children_user + reaped.children_system
+    for pid in _family() - {os.getpid()}:
+        if fields := _stat(pid):
+            seconds += sum(map(int, fields[11:15])) / ticks
+    return seconds
+
+
+def written() -> int:
+    """Bytes that we and all our descendants, live or reaped, have sent to disks or are about to."""
+    return sum(int(_field(f"/proc/{pid}/io", "write_bytes") or 0) for pid in _family())
+
+
+def resident() -> int:
+    """Bytes of memory of us and all our descendants, what is shared counted once (the sum of PSS)."""
+    found = (_field(f"/proc/{pid}/smaps_rollup", "Pss") for pid in _family())
+    return sum(int(value.split()[0]) << 10 for value in found if value)
+
+
+def _family() -> set[int]:
+    """Our process and all its descendants."""
+    parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
-        if not entry.isdecimal():
-            continue
-        stat = _read(f"/proc/{entry}/stat")
-        if stat is None:
-            continue
-        # The command may hold spaces and brackets: fields are counted from the last bracket.
-        fields = stat[stat.rindex(")") + 2 :].split()
-        parents[int(entry)] = int(fields[1])
-        seconds[int(entry)] = sum(map(int, fields[11:15])) / ticks
-    me = os.getpid()
-    family = {me}
+        if entry.isdecimal() and (fields := _stat(int(entry))):
+            parents[int(entry)] = int(fields[1])
+    family = {os.getpid()}
     while found := {pid for pid, up in parents.items() if up in family and pid not in family}:
         family |= found
-    reaped = os.times()
-    own = reaped.children_user + reaped.children_system
-    return own + sum(seconds[pid] for pid in family if pid != me)
+    return family
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of a process after its name, from its state on; none if it has gone."""
+    stat = _read(f"/proc/{pid}/stat")
+    # The command may hold spaces and brackets: fields are counted from the last bracket.
+    return stat[stat.rindex(")") + 2 :].split() if stat else []
 
 
 def _mount(directory: Path) -> dict[str, str]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .harness import spread
-from .report import FIGURES, Figure, Results, best_limit, ratio
+from .report import Results, best_limit, ratio, size, workload
+from .workload import Figure
 
 _OURS = "ckptengine"
 
@@ -23,7 +24,7 @@ def plot(results: Results, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [f for f in FIGURES if _bars(results, f)]
+    shown = [f for f in workload(results).figures if _bars(results, f)]
     if not shown:
         raise SystemExit("these results hold no figure that could be drawn")
     columns = 2 if len(shown) > 1 else 1
@@ -39,7 +40,7 @@ def plot(results: Results, path: Path) -> None:
         panel.axis("off")
     facts, state = results["machine"], results["state"]
     figure.suptitle(
-        f"{state['bytes'] / 1e9:.2f} GB of fp32 state, {facts['cpu']}, {facts['cores']} cores, "
+        f"{size(state['bytes'])} of fp32 state, {facts['cpu']}, {facts['cores']} cores, "
         f"{facts['file_system']['type']}, torch {facts['packages']['torch']}: medians of "
         f"{results['settings']['rounds']} rounds, lines from least to most",
         fontsize=10,
@@ -69,7 +70,7 @@ def _draw(panel: Any, results: Results, figure: Figure) -> None:
             [s.median - s.low for s in spreads],
             [s.high - s.median for s in spreads],
         ],
-        color=["tab:orange" if name == _OURS else "tab:blue" for name, _ in bars],
+        color=["tab:orange" if name.startswith(_OURS) else "tab:blue" for name, _ in bars],
         error_kw={"ecolor": "0.3", "elinewidth": 1, "capsize": 2},
         height=0.7,
     )

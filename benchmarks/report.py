@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from . import workloads
 from .harness import Spread, spread
+from .workload import WRITE, Figure, Workload
 
 Results = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Figure:
-    """How a figure is shown."""
-
-    name: str
-    title: str
-    limits: tuple[str, ...] = ()  # the fastest of these is the limit
-    unit: str = "s"
-    cost: bool = False  # a multiple of the limit, where others are a share of its speed
-
-
-_COPY = ("copy torch", "copy memmove")
-_WRITE = ("write direct x1", "write direct x2")
-_COLD = ("read cold direct x1", "read cold direct x2", "read cold direct x4", "read cold buffered")
-_WARM = ("read warm x1", "read warm x2")
-
-FIGURES = (
-    Figure("stall", "stall of the call, trainer idle", _COPY, cost=True),
-    Figure("cost", "cost of a save to a busy loop", _COPY, cost=True),
-    Figure("durable", "time to durable, trainer idle", _WRITE),
-    Figure("durable busy", "time to durable, all cores busy", _WRITE),
-    Figure("restore warm", "restore, page cache warm", _WARM),
-    Figure("restore cold", "restore, page cache cold", _COLD),
-    Figure("cpu per GB", "CPU of background work", unit="s per GB"),
-)
+def workload(results: Results) -> Workload:
+    """The workload that was measured."""
+    return workloads.get(results.get("workload", "save_restore"))  # the first results named none
 
 
 def best_limit(results: Results, figure: Figure) -> tuple[str, Spread] | None:
     """The limit with the lowest median among those that were measured."""
     found = [(name, limit_spread(results, name)) for name in figure.limits]
-    if figure.limits == _WRITE and not any(s for _, s in found):
+    if figure.limits == WRITE and not any(s for _, s in found):
         found = [("write buffered", limit_spread(results, "write buffered"))]  # O_DIRECT refused
     known = [(name, s) for name, s in found if s]
     return min(known, key=lambda item: item[1].median) if known else None
@@ -65,9 +44,15 @@ def ratio(figure: Figure, seconds: float, limit: Spread | None) -> str:
 
 def render(results: Results) -> str:
     """Markdown: where it was measured, one table over all, one per figure with the spread."""
-    parts = [_heading(results), _summary(results), _limits(results)]
-    parts += [table for figure in FIGURES if (table := _detail(results, figure))]
+    parts = [_heading(results), _summary(results)]
+    parts += [_limits(results)] if results["limits"] else []
+    parts += [table for figure in workload(results).figures if (table := _detail(results, figure))]
     return "\n\n".join([*parts, *_notes(results)]) + "\n"
+
+
+def size(nbytes: float) -> str:
+    """As a person would say it."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def _heading(results: Results) -> str:
@@ -75,7 +60,7 @@ def _heading(results: Results) -> str:
     state = results["state"]
     packages = ", ".join(f"{k} {v}" for k, v in facts["packages"].items() if v)
     return (
-        f"{state['items']} fp32 tensors, {state['bytes'] / 1e9:.2f} GB; medians of "
+        f"{state['items']} fp32 tensors, {size(state['bytes'])}; medians of "
         f"{settings['rounds']} interleaved rounds after {settings['warmup']} of warm-up. "
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 1e9:.0f} GB; Linux "
         f"{facts['kernel']}, {facts['file_system']['type']}; Python {facts['python']}, {packages}; "
@@ -84,8 +69,10 @@ def _heading(results: Results) -> str:
 
 
 def _summary(results: Results) -> str:
-    figures = [f for f in FIGURES if any(_samples(e, f) for e in results["contenders"].values())]
-    header = ["", *(f.name for f in figures), "first stall", "first durable"]
+    entries = results["contenders"].values()
+    figures = [f for f in workload(results).figures if any(_samples(e, f) for e in entries)]
+    first = workload(results).first
+    header = ["", *(f.name for f in figures), *(f"first {name}" for name in first)]
     rows = []
     for name, entry in results["contenders"].items():
         if entry["unavailable"]:
@@ -95,28 +82,25 @@ def _summary(results: Results) -> str:
         for figure in figures:
             samples = _samples(entry, figure)
             row.append(_cell(results, figure, spread(samples).median) if samples else "")
-        row += [f"{entry['first'][f]:.2f}" if f in entry["first"] else "" for f in _FIRST]
+        row += [f"{entry['first'][f]:.2f}" if f in entry["first"] else "" for f in first]
         rows.append(row)
     limit_row = ["limit"]
     for figure in figures:
         limit = best_limit(results, figure)
-        limit_row.append(f"{limit[1].median:.3f}" if limit else "")
-    return _table(header, [*rows, [*limit_row, "", ""]])
-
-
-_FIRST = ("stall", "durable")
+        limit_row.append(_number(limit[1].median) if limit else "")
+    return _table(header, [*rows, *([limit_row] if results["limits"] else [])])
 
 
 def _cell(results: Results, figure: Figure, median: float) -> str:
     limit = best_limit(results, figure)
     shown = ratio(figure, median, limit[1] if limit else None)
-    return f"{median:.3f} ({shown})" if shown else f"{median:.3f}"
+    return f"{_number(median)} ({shown})" if shown else _number(median)
 
 
 def _limits(results: Results) -> str:
-    size = results["state"]["bytes"]
+    nbytes = results["state"]["bytes"]
     rows = [
-        [name, *_spread_cells(spread(samples)), f"{size / spread(samples).median / 1e9:.2f}"]
+        [name, *_spread_cells(spread(samples)), f"{nbytes / spread(samples).median / 1e9:.2f}"]
         for entry in results["limits"].values()
         for name, samples in entry["figures"].items()
     ]
@@ -154,9 +138,7 @@ def _detail(results: Results, figure: Figure) -> str | None:
 
 def _notes(results: Results) -> list[str]:
     notes = [
-        "`stall` and `cost` are shown as multiples of the memory copy, the others as shares of "
-        "the raw speed of the same bytes in the same run. `first` is the very first save, nothing "
-        "warm; it is in no median. `cost` of `none` is the noise of the method.",
+        workload(results).notes,
         _quietness(results),
     ]
     entries = {**results["limits"], **results["contenders"]}
@@ -187,10 +169,14 @@ def _samples(entry: dict[str, Any], figure: Figure) -> list[float]:
 def _spread_cells(found: Spread) -> list[str]:
     low, high = found.quartiles
     return [
-        f"{found.median:.3f}",
-        f"{found.low:.3f} to {found.high:.3f}",
-        f"{low:.3f} to {high:.3f}",
+        _number(found.median),
+        f"{_number(found.low)} to {_number(found.high)}",
+        f"{_number(low)} to {_number(high)}",
     ]
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

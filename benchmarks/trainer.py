@@ -16,11 +16,17 @@ State = dict[str, Any]
 
 
 class Trainer:
-    """About `nbytes` of fp32 state (parameters and both moments), and `step` to keep it moving."""
+    """About `nbytes` of fp32 state (parameters and both moments), and `step` to keep it moving.
 
-    def __init__(self, nbytes: int, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        shapes = transformer_shapes(nbytes)
+    A step multiplies square matrices of `width` for as long as the update takes, and so long that
+    it takes at least `least` seconds in all.
+    """
+
+    def __init__(
+        self, nbytes: int, layers: int = 12, width: int = 1024, least: float = 0.0
+    ) -> None:
+        torch.manual_seed(0)
+        shapes = transformer_shapes(nbytes, layers)
         self._parameters = {name: torch.nn.Parameter(torch.randn(s)) for name, s in shapes.items()}
         for parameter in self._parameters.values():
             parameter.grad = torch.randn_like(parameter)
@@ -36,11 +42,15 @@ class Trainer:
         }
         self.nbytes = sum(tensor.nbytes for _, tensor in tensors(self.state))
         self.items = sum(1 for _ in tensors(self.state))
-        self._left = torch.randn(1024, 1024)
-        self._right = torch.randn(1024, 1024)
-        self._out = torch.empty(1024, 1024)
+        self._left = torch.randn(width, width)
+        self._right = torch.randn(width, width)
+        self._out = torch.empty(width, width)
         self.products = 1
-        self._calibrate()
+        self._calibrate(least)
+
+    def facts(self) -> dict[str, Any]:
+        """What the results say of the state."""
+        return {"bytes": self.nbytes, "items": self.items, "products_per_step": self.products}
 
     def step(self) -> None:
         """Keep all of torch's threads busy, then update the whole state in place."""
@@ -48,10 +58,10 @@ class Trainer:
             torch.mm(self._left, self._right, out=self._out)
         self._optimizer.step()
 
-    def _calibrate(self) -> None:
+    def _calibrate(self, least: float) -> None:
         product = _fastest(lambda: torch.mm(self._left, self._right, out=self._out), 10)
         update = _fastest(self._optimizer.step, 5)
-        self.products = max(1, round(update / product))
+        self.products = max(1, round(max(update, least - update) / product))
 
 
 def tensors(state: State, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,10 +106,14 @@ def differing(left: State, right: State) -> str | None:
     return None
 
 
-def transformer_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
+def weights(nbytes: int) -> State:
+    """A transformer's parameters alone, about `nbytes` of them."""
+    return {name: torch.randn(shape) for name, shape in transformer_shapes(3 * nbytes).items()}
+
+
+def transformer_shapes(nbytes: int, layers: int = 12) -> dict[str, tuple[int, ...]]:
     """Parameter shapes of a GPT whose parameters and two fp32 moments take about `nbytes`."""
     count = nbytes // 12
-    layers = 12
     # A block has 12 width^2 weights; six sevenths of all go there, the rest to the embedding.
     width = max(32, int((count * 6 / 7 / (12 * layers)) ** 0.5) // 32 * 32)
     shapes: dict[str, tuple[int, ...]] = {}

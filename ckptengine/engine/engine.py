@@ -39,6 +39,7 @@ from .blob import PlanMemory
 from .fences import Fences, owned
 from .handle import SaveHandle
 from .incremental import Incremental
+from .pace import Pace
 from .slots import Slots
 
 _log = logging.getLogger("ckptengine")
@@ -48,16 +49,17 @@ _MEASURED = 8  # saves that an estimate looks back on
 class Engine:
     """Saves and restores the state of a training loop in the directory `root`.
 
-    `capture`: "copy" copies the state during the call. "overlap" copies what an optimizer of the
-    state owns while the loop goes on, until that optimizer's next step (or `fence`), and the rest
-    during the call. "auto" takes what is safe without a fence: "copy". `keep`: a number (that many
-    of the newest), a `Keep`, or None for all. `verify`: whether a restore checks checksums.
-    `incremental`: whether tensors that stay the same from one checkpoint to the next (frozen
-    weights) are shared by both instead of being written again; each checkpoint is whole all the
-    same. `on_busy`: what a save does while all memory for snapshots is still being written: "wait",
-    "skip" (said on the handle) or "error" (StoreError). `timeout`: seconds without progress after
-    which a wait gives up. `host_memory_limit`: bytes of host memory for snapshots; the default is up
-    to twice the state.
+    `capture`: "copy" copies the state during the call and writes it afterwards, so that the call is
+    as short as it can be. "auto" does so too, unless the first saves show that writing beside the
+    copy makes it no longer (as with many cores): then saves are durable sooner. "overlap" copies what
+    an optimizer of the state owns while the loop goes on, until that optimizer's next step (or
+    `fence`), and the rest during the call. `keep`: a number (that many of the newest), a `Keep`, or
+    None for all. `verify`: whether a restore checks checksums. `incremental`: whether tensors that
+    stay the same from one checkpoint to the next (frozen weights) are shared by both instead of being
+    written again; each checkpoint is whole all the same. `on_busy`: what a save does while all memory
+    for snapshots is still being written: "wait", "skip" (said on the handle) or "error" (StoreError).
+    `timeout`: seconds without progress after which a wait gives up. `host_memory_limit`: bytes of
+    host memory for snapshots; the default is up to twice the state.
 
     A context manager; `close` waits for what is pending. Not usable in a forked child. Raises
     ConfigError for wrong arguments; the directory is made, and claimed, by the first save.
@@ -77,7 +79,9 @@ class Engine:
     ) -> None:
         self.root = config.local_root(root)
         self.timeout = float(config.positive("timeout", timeout))
-        self._overlap = config.one_of("capture", capture, ("auto", "copy", "overlap")) == "overlap"
+        config.one_of("capture", capture, ("auto", "copy", "overlap"))
+        self._overlap = capture == "overlap"
+        self._pace = Pace(measure=capture == "auto")
         self._keep = config.keep_policy(keep)
         self._verify = verify
         self._incremental = Incremental() if incremental else None
@@ -139,6 +143,19 @@ class Engine:
         (another live run owns the directory), StoreError, ConfigError, and whatever made an earlier
         save fail if nobody has been told.
         """
+        return self._start(state, step, user, metrics, on_commit, candidate, waited_for=False)
+
+    def _start(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        user: Any,
+        metrics: Mapping[str, float] | None,
+        on_commit: Callable[[CheckpointInfo], None] | None,
+        candidate: bool,
+        waited_for: bool,
+    ) -> SaveHandle:
+        """Starts a save. `waited_for`: whether the caller waits until it is durable."""
         begun = time.monotonic()
         with self._lock:
             self._enter()
@@ -179,7 +196,7 @@ class Engine:
                 structure=self._incremental.structure if self._incremental else None,
             )
             with local.store_errors("handing over", handle.path):
-                self._capture(handle, arena, plan, collected, request, candidate)
+                self._capture(handle, arena, plan, collected, request, candidate, waited_for)
             now = time.monotonic()
             handle.timings.update(
                 collect=collected_at - begun,
@@ -203,9 +220,8 @@ class Engine:
         candidate: bool = False,
     ) -> CheckpointInfo:
         """`save_async`, then waits until the save is as durable as `until`."""
-        handle = self.save_async(
-            state, step, user=user, metrics=metrics, on_commit=on_commit, candidate=candidate
-        )
+        waited_for = until > Durability.CAPTURED
+        handle = self._start(state, step, user, metrics, on_commit, candidate, waited_for)
         return handle.wait(until)
 
     # -- restoring -----------------------------------------------------------------------------------
@@ -469,8 +485,9 @@ class Engine:
         collected: Collected,
         request: dict[str, Any],
         candidate: bool,
+        waited_for: bool,
     ) -> None:
-        """Hands the job over first and captures then, so that writing follows the capture."""
+        """Hands the job over first and captures then, so that writing can follow the capture."""
         assert self._plan_memory is not None
         handle.timings["nbytes"] = sum(file.nbytes for file in plan.layout.files)
 
@@ -498,14 +515,27 @@ class Engine:
         if self._overlap:
             later = owned(collected.tensors, collected.optimizers)
             self._fences.install(collected.optimizers)
+        # Nobody waits for what is copied later; who waits for the end gains by writing at once.
+        nbytes = int(handle.timings["nbytes"])
+        beside = bool(later) or waited_for or self._pace.beside(nbytes)
+        begun = time.monotonic()
         try:
-            capture = Capture(arena, self._copier, collected.tensors, collected.pickles, later)
+            capture = Capture(
+                arena, self._copier, collected.tensors, collected.pickles, later, announce=beside
+            )
             if later:
                 self._capturing = (handle, capture)
         except BaseException:
             handle.told()
             arena.control.abandon()
             raise
+        if later:
+            handle.capture = f"{len(later)} tensors copied while the loop goes on"
+        else:
+            if arena.warm:
+                self._pace.note(beside, nbytes, time.monotonic() - begun)
+            handle.capture = self._pace.explain(beside)
+        arena.warm = True
 
     def _forget(self, handle: SaveHandle) -> None:
         """For a save that came to nothing in being handed over. Its job may be on its way all the

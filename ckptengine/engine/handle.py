@@ -22,7 +22,8 @@ class SaveHandle:
 
     `timings`: seconds of each phase (`collect`, `plan`, `busy`, `capture`, their sum `stall`; later
     `write`, `commit`, `durable`, `persister_cpu`); bytes captured (`nbytes`) and, of these, shared with
-    the checkpoint before instead of written (`nbytes_shared`). `path`: where the checkpoint is, or
+    the checkpoint before instead of written (`nbytes_shared`). `capture`: how the state was copied, and
+    why so. `path`: where the checkpoint is, or
     will be. `skipped`: why no save was made, or None.
     """
 
@@ -38,6 +39,7 @@ class SaveHandle:
         self.path = path
         self.skipped: str | None = None
         self.timings: dict[str, float] = {}
+        self.capture = ""
         self._engine = engine
         self._on_commit = on_commit
         self._job: Job | None = None

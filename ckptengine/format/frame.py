@@ -238,7 +238,7 @@ def _glob(module: str, name: str) -> bytes:
 
 def text_op(text: str) -> bytes:
     """The pickle opcode that makes a string."""
-    raw = text.encode()
+    raw = text.encode("utf-8", "surrogatepass")  # as pickle itself does
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 

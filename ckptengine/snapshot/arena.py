@@ -43,6 +43,7 @@ class Arena:
         self.image = view[PAGE:]
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[PAGE:]
         self._installed: object = None
+        self.warm = False  # whether it has held a snapshot: first touch of memory is slow
         self.address = self._bytes.data_ptr()  # of the image
         self._pinned = device.pin(self.address, len(self.image))
         self.views: list[torch.Tensor] = []

@@ -24,6 +24,7 @@ class Capture:
 
     `later`: numbers of tensors that may be copied while the trainer goes on, until `fence`. Without
     any, all is copied when the constructor returns, and the caller may change whatever it likes.
+    `announce`: whether the persister is told how far the copy is, or only of its end.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Capture:
         tensors: Sequence[torch.Tensor],
         pickles: Sequence[bytes],
         later: frozenset[int] = frozenset(),
+        announce: bool = True,
     ) -> None:
         self._arena = arena
         self._copier = copier
@@ -45,10 +47,11 @@ class Capture:
             raw = raw.ljust(place.capacity, b"\0")
             arena.image[place.offset : place.offset + place.capacity] = raw
         if not later:
-            self._copy(arena.batches(), announce=True)
+            self._copy(arena.batches(), announce)
             self._finish()
             return
         self._copy(arena.batches(later), announce=False)
+        self._announce = announce
         self._later = sorted(later)
         self._versions = [tensors[number]._version for number in self._later]
         self._thread = threading.Thread(target=self._copy_later, name="ckptengine-capture")
@@ -72,7 +75,7 @@ class Capture:
     def _copy_later(self) -> None:
         try:
             others = frozenset(range(len(self._tensors))) - frozenset(self._later)
-            self._copy(self._arena.batches(others), announce=True)
+            self._copy(self._arena.batches(others), self._announce)
             self._changed = [
                 number
                 for number, version in zip(self._later, self._versions, strict=True)

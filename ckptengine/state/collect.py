@@ -68,7 +68,8 @@ class _Walk:
         self.out = Collected()
         self.rank = rank
         self.refused: list[tuple[str, str]] = []  # key, why
-        self._at: dict[int, list[int]] = {}  # address to the tensors that start there
+        self._first: dict[int, int] = {}  # address to the first tensor that starts there
+        self._others: dict[int, list[int]] = {}  # and to those that do so too
 
     def node(self, obj: Any, path: codec.Path) -> codec.Json:
         if isinstance(obj, torch.Tensor):
@@ -140,7 +141,7 @@ class _Walk:
             if _without_storage(tensor):
                 return self.refuse(path, f"a {type(tensor).__qualname__} has no storage to copy")
         try:
-            spec = (_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride())
+            spec = (_DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.stride())
             pointer = tensor.data_ptr()
         except (KeyError, RuntimeError, NotImplementedError, ValueError):
             return self.refuse(path, _why_not(tensor))
@@ -148,15 +149,16 @@ class _Walk:
             return self.refuse(path, _why_not(tensor))
         # All tensors stay referenced by `out`, so no address can be reused meanwhile. Few share one,
         # so what makes two of them the same is looked at only then.
-        others = self._at.setdefault(pointer, []) if pointer else []
-        for index in others:
-            if self.out.specs[index] == spec and _same_view(tensor, self.out.tensors[index]):
-                break
-        else:
-            index = len(self.out.tensors)
+        index = len(self.out.tensors)
+        if pointer and self._first.setdefault(pointer, index) != index:
+            others = self._others.setdefault(pointer, [])
+            for other in (self._first[pointer], *others):
+                if self.out.specs[other] == spec and _same_view(tensor, self.out.tensors[other]):
+                    self.out.signature.append(other)
+                    return {"$t": other}
             others.append(index)
-            self.out.tensors.append(tensor)
-            self.out.specs.append(spec)
+        self.out.tensors.append(tensor)
+        self.out.specs.append(spec)
         self.out.signature.append(index)
         return {"$t": index}
 

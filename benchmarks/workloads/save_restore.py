@@ -14,7 +14,6 @@ The figures, in seconds, smaller is better:
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import threading
 import time
@@ -22,118 +21,61 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from . import cache, machine
-from .contenders import Contender, Nothing
-from .harness import Turn
-from .trainer import State, Trainer, differing, overwrite, scramble
+from .. import cache, limits
+from ..contenders import ALL, Contender, Nothing
+from ..harness import Turn
+from ..racer import Racer
+from ..trainer import State, Trainer, blank_like, differing, overwrite
+from ..workload import COLD, COPY, WARM, WRITE, Figure, Race, Settings, Workload
 
-PARTS = ("durable", "loop", "restore")
 _TAIL = 2  # steps after the save is durable that still count as affected
 _POLL = 0.01
 _PATIENCE = 900  # seconds without an end after which a save is taken for hung
 
 
-class SaveRestore:
+class SaveRestore(Racer):
     """One contender's turn: a save with the trainer idle, restores of it, a save in the loop."""
 
     def __init__(
-        self,
-        contender: Contender,
-        trainer: Trainer,
-        target: State,
-        directory: Path,
-        parts: tuple[str, ...],
-        steps: int,
+        self, contender: Contender, trainer: Trainer, target: State, settings: Settings
     ) -> None:
-        self.name = contender.name
-        self.description = contender.description
-        self._contender = contender
+        super().__init__(contender, trainer.state, target, settings.directory)
         self._trainer = trainer
-        self._target = target
-        self._root = directory / contender.name.replace(" ", "-")
-        self._parts = parts
-        self._steps = steps
-        self._saves = 0
-        self._opened = False
+        self._parts = settings.parts
+        self._steps = settings.steps
 
-    def turn(self) -> Turn:
-        if not self._opened:
-            self._root.mkdir(parents=True)
-            self._contender.open(self._root)
-            self._opened = True
+    def measure(self) -> Turn:
         figures: dict[str, float] = {}
         details: dict[str, Any] = {}
-        if not isinstance(self._contender, Nothing) and {"durable", "restore"} & set(self._parts):
-            directory = self._next()
+        if not isinstance(self.contender, Nothing) and {"durable", "restore"} & set(self._parts):
+            directory = self.next()
             try:
-                figures |= self._idle(directory)
+                figures |= self.save_idle(directory)
+                if "cpu" in figures:
+                    figures["cpu per GB"] = figures.pop("cpu") / (self.nbytes / 1e9)
                 if "restore" in self._parts:
-                    found, details["resident"] = self._restore(directory)
+                    found, details = self.restore(directory, self.files(directory))
                     figures |= found
             finally:
-                self._remove(directory)
+                self.remove(directory)
         if "loop" in self._parts:
-            directory = self._next()
+            directory = self.next()
             try:
                 found, details["loop"] = self._loop(directory)
                 figures |= found
             finally:
-                self._remove(directory)
+                self.remove(directory)
         return Turn(figures, details)
-
-    def close(self) -> None:
-        if self._opened:
-            self._contender.close()
-        shutil.rmtree(self._root, ignore_errors=True)
-
-    def _next(self) -> Path:
-        self._saves += 1
-        return self._root / str(self._saves)
-
-    def _remove(self, directory: Path) -> None:
-        for path in (self._contender.location(directory), directory):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _idle(self, directory: Path) -> dict[str, float]:
-        cache.settle()
-        children = machine.children_cpu()
-        start = time.perf_counter()
-        self._contender.save_async(self._trainer.state, directory)
-        returned, own = time.perf_counter(), time.process_time()
-        ended = self._contender.done()
-        self._contender.wait()
-        end = time.perf_counter()
-        figures = {"stall": returned - start, "durable": end - start}
-        if not ended:
-            # Waiting takes none, so what this process used since is that of background threads.
-            background = time.process_time() - own + machine.children_cpu() - children
-            figures["cpu per GB"] = background / (self._trainer.nbytes / 1e9)
-        return figures
-
-    def _restore(self, directory: Path) -> tuple[dict[str, float], dict[str, float]]:
-        figures, resident = {}, {}
-        paths = cache.files(self._contender.location(directory))
-        for kind, prepare in (("warm", cache.warm), ("cold", cache.drop)):
-            scramble(self._target)
-            cache.settle()
-            prepare(paths)
-            resident[kind] = cache.resident(paths)
-            start = time.perf_counter()
-            self._contender.restore_into(self._target, directory)
-            figures[f"restore {kind}"] = time.perf_counter() - start
-            if wrong := differing(self._trainer.state, self._target):
-                raise RuntimeError(f"{wrong} came back with other bits ({kind})")
-        return figures, resident
 
     def _loop(self, directory: Path) -> tuple[dict[str, float], dict[str, Any]]:
         """Steps without a save, steps with one, steps without: drift cancels out in the mean."""
         cache.settle()
         self._trainer.step()  # uncounted: caches and threads are cold after the pause
         before = self._plain_steps(self._steps // 2)
-        overwrite(self._target, self._trainer.state)
-        with _Watch(self._contender) as watch:
+        overwrite(self.target, self._trainer.state)
+        with _Watch(self.contender) as watch:
             start = time.perf_counter()
-            self._contender.save_async(self._trainer.state, directory)
+            self.contender.save_async(self._trainer.state, directory)
             times = [time.perf_counter()]
             watch.start(start)
             extra = _TAIL
@@ -143,14 +85,14 @@ class SaveRestore:
                     raise TimeoutError(f"not durable after {_PATIENCE} s of steps")
                 self._trainer.step()
                 times.append(time.perf_counter())
-        self._contender.wait()
+        self.contender.wait()
         after = self._plain_steps(self._steps - self._steps // 2)
-        if not isinstance(self._contender, Nothing):
+        if not isinstance(self.contender, Nothing):
             self._check_isolation(directory)
         baseline = statistics.fmean(before + after)
         count = len(times) - 1
         figures = {"cost": times[-1] - start - count * baseline}
-        if watch.ended and not isinstance(self._contender, Nothing):
+        if watch.ended and not isinstance(self.contender, Nothing):
             figures["durable busy"] = watch.ended - start
         steps = [later - earlier for earlier, later in pairwise(times)]
         details = {
@@ -163,8 +105,8 @@ class SaveRestore:
 
     def _check_isolation(self, directory: Path) -> None:
         """What was saved while the loop went on must be the state as it was at the call."""
-        self._contender.restore_into(self._trainer.state, directory)
-        if wrong := differing(self._target, self._trainer.state):
+        self.contender.restore_into(self._trainer.state, directory)
+        if wrong := differing(self.target, self._trainer.state):
             raise RuntimeError(f"{wrong} was saved with other values than it had at the call")
 
     def _plain_steps(self, count: int) -> list[float]:
@@ -210,3 +152,46 @@ class _Watch:
                 and self._contender.done()
             ):
                 self.ended = time.perf_counter()
+
+
+def _prepare(settings: Settings) -> Race:
+    trainer = Trainer(settings.nbytes)
+    target = blank_like(trainer.state)
+    arena = limits.Arena(trainer.state)
+    parts = set(settings.parts)
+    return Race(
+        state=trainer.facts(),
+        limits=[
+            limits.CopyLimit(arena),
+            *(
+                [limits.WriteLimit(arena, settings.directory)]
+                if {"durable", "loop"} & parts
+                else []
+            ),
+            *([limits.ReadLimit(arena, settings.directory)] if "restore" in parts else []),
+        ],
+        contenders=[
+            SaveRestore(ALL[name](), trainer, target, settings) for name in settings.contenders
+        ],
+    )
+
+
+WORKLOAD = Workload(
+    name="save_restore",
+    figures=(
+        Figure("stall", "stall of the call, trainer idle", COPY, cost=True),
+        Figure("cost", "cost of a save to a busy loop", COPY, cost=True),
+        Figure("durable", "time to durable, trainer idle", WRITE),
+        Figure("durable busy", "time to durable, all cores busy", WRITE),
+        Figure("restore warm", "restore, page cache warm", WARM),
+        Figure("restore cold", "restore, page cache cold", COLD),
+        Figure("cpu per GB", "CPU of background work", unit="s per GB"),
+    ),
+    contenders=tuple(ALL),
+    prepare=_prepare,
+    notes=(
+        "`stall` and `cost` are shown as multiples of the memory copy, the others as shares of "
+        "the raw speed of the same bytes in the same run. `first` is the very first save, nothing "
+        "warm; it is in no median. `cost` of `none` is the noise of the method."
+    ),
+)
