@@ -143,7 +143,8 @@ class Engine:
         (another live run owns the directory), StoreError, ConfigError, and whatever made an earlier
         save fail if nobody has been told.
         """
-        return self._start(state, step, user, metrics, on_commit, candidate, waited_for=False)
+        with collector_paused():
+            return self._start(state, step, user, metrics, on_commit, candidate, waited_for=False)
 
     def _start(
         self,
@@ -155,18 +156,20 @@ class Engine:
         candidate: bool,
         waited_for: bool,
     ) -> SaveHandle:
-        """Starts a save. `waited_for`: whether the caller waits until it is durable."""
+        """Starts a save, and lets go of all that it made before the garbage collector may run again.
+
+        `waited_for`: whether the caller waits until it is durable.
+        """
         begun = time.monotonic()
         with self._lock:
             self._enter()
             number = None if step is None else config.checked_step(step)
             kept_user, kept_metrics = config.checked_user(user), config.checked_metrics(metrics)
-            with collector_paused():
-                collected = collect(state)
-                collected_at = time.monotonic()
-                with local.store_errors("planning a save in", self.root):
-                    plan = self._planned(collected)
-                planned_at = time.monotonic()
+            collected = collect(state)
+            collected_at = time.monotonic()
+            with local.store_errors("planning a save in", self.root):
+                plan = self._planned(collected)
+            planned_at = time.monotonic()
             ownership, taken = self._claim()
             checkpoint = taken.next(number)
             handle = SaveHandle(
@@ -221,7 +224,8 @@ class Engine:
     ) -> CheckpointInfo:
         """`save_async`, then waits until the save is as durable as `until`."""
         waited_for = until > Durability.CAPTURED
-        handle = self._start(state, step, user, metrics, on_commit, candidate, waited_for)
+        with collector_paused():
+            handle = self._start(state, step, user, metrics, on_commit, candidate, waited_for)
         return handle.wait(until)
 
     # -- restoring -----------------------------------------------------------------------------------

@@ -162,6 +162,8 @@ class Index:
             return []
         first, end = self._first_parts[entry.file][entry.offset], entry.offset + entry.nbytes
         table = self._crcs[entry.file]
+        if entry.nbytes <= PART:
+            return [Part(entry.offset, entry.nbytes, table[first])]
         return [
             Part(offset, min(PART, end - offset), table[first + nth])
             for nth, offset in enumerate(range(entry.offset, end, PART))

@@ -24,6 +24,9 @@ _DEPTH = 2
 """Writes in flight: the next is queued at the device while one ends."""
 
 
+_pack_crc = struct.Struct("<I").pack_into
+
+
 class Sums:
     """The checksums of one file of an arena's `image`, taken in one pass that follows the capture.
 
@@ -50,36 +53,41 @@ class Sums:
         image, layout, start = self._image, self._layout, self._layout.arena_offset
         table = array("I")
         whole, one = xxh3_128(), xxh3_128()
-        captured = chunk_crc = 0
-        for segment in self._tiling:
-            end = segment.offset + segment.nbytes
+        captured = told = chunk_crc = 0
+        ahead = PART // 16
+        for offset, nbytes, number in self._tiling:
+            end = offset + nbytes
             if start + end > captured:
-                captured = start + end
+                # Of small segments many at a time: asking for each would cost more than they do.
+                captured = start + min(end + ahead, layout.nbytes)
                 await_captured(captured)
-            data = image[start + segment.offset : start + end]
+            data = image[start + offset : start + end]
             crc = crc32(data)
             table.append(crc)
-            if segment.chunk < 0:
+            if number < 0:
                 if self._hashed:
                     whole.update(data)
-                yield end
-                continue
-            chunk = layout.chunks[segment.chunk]
-            first, last = segment.offset == chunk.offset, end == chunk.offset + chunk.nbytes
-            chunk_crc = crc if first else crc32_combine(chunk_crc, crc, segment.nbytes)
-            if self._hashed:
-                if first:
-                    one.reset()
-                one.update(data)
-            if last:
-                for place in chunk.crc_at:
-                    struct.pack_into("<I", image, start + place, chunk_crc)
+            else:
+                chunk = layout.chunks[number]
+                first, last = offset == chunk.offset, end == chunk.offset + chunk.nbytes
+                chunk_crc = crc if first else crc32_combine(chunk_crc, crc, nbytes)
                 if self._hashed:
-                    self.digests[chunk.number] = digest = one.digest()
-                    whole.update(digest)
-            yield end
+                    if first:
+                        one.reset()
+                    one.update(data)
+                if last:
+                    descriptor, entry = chunk.crc_at
+                    _pack_crc(image, start + descriptor, chunk_crc)
+                    _pack_crc(image, start + entry, chunk_crc)
+                    if self._hashed:
+                        self.digests[chunk.number] = digest = one.digest()
+                        whole.update(digest)
+            if end - told >= ahead:
+                told = end
+                yield end
         self.table = table.tobytes()
         self.digest = whole.digest()
+        yield layout.nbytes
 
 
 def write_file(
