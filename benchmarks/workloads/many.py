@@ -30,6 +30,7 @@ class Many(Racer):
     """One contender's turn: a save, and a restore of it."""
 
     def measure(self) -> Turn:
+        self.warm_up()
         directory = self.next()
         try:
             copy = self._copy()

@@ -48,6 +48,7 @@ class SaveRestore(Racer):
         figures: dict[str, float] = {}
         details: dict[str, Any] = {}
         if not isinstance(self.contender, Nothing) and {"durable", "restore"} & set(self._parts):
+            self.warm_up()
             directory = self.next()
             try:
                 figures |= self.save_idle(directory)
