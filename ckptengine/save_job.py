@@ -209,8 +209,10 @@ class _ChunkFiles:
             sums = Sums(self._job.image, layout, tiling, hashed=self._reuse is not None)
             # The first file is of what is expected to change: it need not wait for its hash.
             if number and self._reuse is not None:
-                for _ in sums.take(self._await_captured):
-                    pass
+                seen = 0
+                for end in sums.take(self._await_captured):
+                    self._progress(end - seen)
+                    seen = end
                 if not self._share(layout, sums, self._reuse):
                     self._write(layout, [layout.nbytes])
             else:

@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -193,3 +194,106 @@ def test_cuda_states_come_back(tmp_path, mode):
             engine.save_async({"model": model, "optimizer": optimizer}, step=step)
         engine.restore({"model": model, "optimizer": optimizer}, step=2)
     assert same(moments[2], model.state_dict())
+
+
+def everything(model, optimizer, values, average):
+    """A state of all kinds, and what changes all of it in place, by means that the engine does not
+    see: through views, `.data`, the optimizer's own dictionaries and Python's containers."""
+    state = {"model": model, "optimizer": optimizer, "values": values, "average": average}
+
+    def mutate():
+        for tensor in [*model.state_dict().values(), *average.values()]:
+            tensor.data.view(-1).fill_(-7)
+        for entry in optimizer.state.values():
+            for tensor in entry.values():
+                tensor.view(-1)[:] = -7
+        optimizer.param_groups[0]["lr"] = -7.0
+        values["list"].append(-7)
+        values["nested"]["number"] = -7
+        values["array"][:] = -7
+        del values["gone"]
+
+    return state, mutate
+
+
+@pytest.mark.parametrize("mode", ["copy", "auto", "overlap"])
+@pytest.mark.parametrize(
+    "moment",
+    ["at once", "stage", *(f"write-{n}" for n in "123"), *(f"sync-{n}" for n in "1234"),
+     "commit", "rename", "committed"],
+)  # fmt: skip
+def test_a_mutator_at_any_moment_changes_nothing_of_the_snapshot(tmp_path, faults, mode, moment):
+    model, optimizer = trainer(width=400)
+    forward_backward(model)
+    optimizer.step()
+    values = {"list": [1, 2], "nested": {"number": 3}, "array": np.arange(50), "gone": "x"}
+    average = {key: value.clone() for key, value in model.state_dict().items()}
+    state, mutate = everything(model, optimizer, values, average)
+    with ce.Engine(tmp_path / "run", capture=mode) as engine:
+        engine.save(state, step=1)
+        wanted = ce.load(tmp_path / "run", step=1).to_dict()
+        if moment != "at once":
+            faults.set(moment, "wait")
+        handle = engine.save_async(state, step=2)
+        engine.fence()  # nothing may be changed in an overlapped capture before
+        if moment != "at once":
+            faults.await_hit(moment)
+        mutate()
+        faults.go()
+        handle.wait()
+        assert engine.save(state, step=3).step == 3
+    found = ce.load(tmp_path / "run", step=2).to_dict()
+    assert equal(found, wanted)
+    assert not equal(ce.load(tmp_path / "run", step=3).to_dict(), wanted)
+
+
+@pytest.mark.parametrize("piece", range(6))
+def test_a_step_that_comes_in_the_middle_of_an_overlapped_copy_waits_for_it(tmp_path, piece):
+    """Whichever piece is being copied when the optimizer wants to go on."""
+    model, optimizer = trainer(width=400)
+    forward_backward(model)
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    with ce.Engine(tmp_path / "run", capture="overlap") as engine:
+        engine.save(state, step=1)
+        wanted = ce.load(tmp_path / "run", step=1).to_dict()
+        engine._copier = copier = PausedCopier(piece)
+        handle = engine.save_async(state, step=2)
+        assert copier.paused.wait(60)
+        model.train()(torch.randn(4, 400))  # buffers may change at once
+        threading.Timer(0.05, copier.go_on.set).start()
+        optimizer.step()
+        assert copier.go_on.is_set()
+        handle.wait()
+    assert equal(ce.load(tmp_path / "run", step=2).to_dict(), wanted)
+
+
+class PausedCopier(Copier):
+    """Copies piece by piece, and pauses before that of a number until it is told to go on."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.seen = number, 0
+        self.paused, self.go_on = threading.Event(), threading.Event()
+
+    def copy(self, moves, announce):
+        for move in moves:
+            for start in range(0, move.nbytes, 128 << 10):
+                if self.seen == self.number:
+                    self.paused.set()
+                    assert self.go_on.wait(60)
+                self.seen += 1
+                size = min(128 << 10, move.nbytes - start)
+                super().copy([Move(move.target + start, move.source + start, size)], announce)
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
