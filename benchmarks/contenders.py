@@ -120,6 +120,21 @@ class SafeTensors(Contender):
                 tensor.copy_(file.get_tensor(name))
 
 
+class _Background(Contender):
+    """A save in the background that is known by a future."""
+
+    _future: Future[Any] | None = None
+
+    def done(self) -> bool:
+        return self._future is None or self._future.done()
+
+    def wait(self) -> None:
+        if self._future is not None:
+            self._future.result(timeout=_PATIENCE)
+            # Its result may refer to the staged tensors: kept, they would stay allocated.
+            self._future = None
+
+
 class DcpSave(Contender):
     """`torch.distributed.checkpoint.save`, which is synchronous and fsyncs its files."""
 
@@ -143,7 +158,7 @@ class DcpSave(Contender):
         load(state, checkpoint_id=directory)
 
 
-class DcpAsync(DcpSave):
+class DcpAsync(_Background, DcpSave):
     """`torch.distributed.checkpoint.async_save`, by thread or process, stager as asked for."""
 
     def __init__(self, kind: str, cached: bool) -> None:
@@ -151,7 +166,6 @@ class DcpAsync(DcpSave):
         self._kind = kind
         self._cached = cached
         self._stager: Any = None
-        self._future: Future[Any] | None = None
         stager = "DefaultStager cached in shared memory" if cached else "the default stager"
         self.name = f"dcp.async {kind}" + (" cached" if cached else "")
         self.description = f"dcp.async_save by {kind} with {stager}; dcp.load"
@@ -189,27 +203,17 @@ class DcpAsync(DcpSave):
             ),
         )
 
-    def done(self) -> bool:
-        return self._future is None or self._future.done()
-
-    def wait(self) -> None:
-        if self._future is not None:
-            self._future.result(timeout=_PATIENCE)
-            # The future's metadata refers to the staged tensors: kept, they would stay allocated.
-            self._future = None
-
     def close(self) -> None:
         self.wait()
         if self._stager is not None:
             self._stager.close()
 
 
-class _Unsynced(Contender):
+class _Unsynced(_Background):
     """A peer that leaves its files to the page cache: their fsync is part of the save here."""
 
     def open(self, root: Path) -> None:
         self._pool = ThreadPoolExecutor(1)
-        self._future: Future[None] | None = None
 
     def _finish(self, written: Callable[[], object], directory: Path) -> None:
         """Make the files durable, in a thread, once `written` returns."""
@@ -220,14 +224,6 @@ class _Unsynced(Contender):
                 _sync(path)
 
         self._future = self._pool.submit(finish)
-
-    def done(self) -> bool:
-        return self._future is None or self._future.done()
-
-    def wait(self) -> None:
-        if self._future is not None:
-            self._future.result(timeout=_PATIENCE)
-            self._future = None
 
     def close(self) -> None:
         self.wait()
