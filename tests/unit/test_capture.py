@@ -257,6 +257,7 @@ def test_a_step_that_comes_in_the_middle_of_an_overlapped_copy_waits_for_it(tmp_
     with ce.Engine(tmp_path / "run", capture="overlap") as engine:
         engine.save(state, step=1)
         wanted = ce.load(tmp_path / "run", step=1).to_dict()
+        engine._copier.close()
         engine._copier = copier = PausedCopier(piece)
         handle = engine.save_async(state, step=2)
         assert copier.paused.wait(60)
