@@ -498,9 +498,18 @@ class Engine:
         def on_done(job: Job) -> None:
             self._save_ended(handle, job, plan, request, candidate)
 
+        later: frozenset[int] = frozenset()
+        if self._overlap:
+            later = owned(collected.tensors, collected.optimizers)
+            self._fences.install(collected.optimizers)
+        # Nobody waits for what is copied later; who waits for the end gains by writing at once.
+        nbytes = int(handle.timings["nbytes"])
+        beside = bool(later) or waited_for or self._pace.beside(nbytes)
         handle.take(arena)
         # Before the job can end: its end takes the handle off the list.
         self._pending.append(handle)
+        # All in one: an interrupt between handing over and copying would leave a persister that
+        # waits for a capture which never comes.
         try:
             arena.control.reset()
             arena.install(plan, plan.pieces, plan.tensors, plan.values)
@@ -512,26 +521,18 @@ class Engine:
                 on_done,
             )
             handle.begin(job)
-        except BaseException:
-            self._forget(handle)
-            raise
-        later: frozenset[int] = frozenset()
-        if self._overlap:
-            later = owned(collected.tensors, collected.optimizers)
-            self._fences.install(collected.optimizers)
-        # Nobody waits for what is copied later; who waits for the end gains by writing at once.
-        nbytes = int(handle.timings["nbytes"])
-        beside = bool(later) or waited_for or self._pace.beside(nbytes)
-        begun = time.monotonic()
-        try:
+            begun = time.monotonic()
             capture = Capture(
                 arena, self._copier, collected.tensors, collected.pickles, later, announce=beside
             )
             if later:
                 self._capturing = (handle, capture)
         except BaseException:
-            handle.told()
-            arena.control.abandon()
+            if handle.begun():
+                handle.told()
+                arena.control.abandon()
+            else:
+                self._forget(handle)
             raise
         if later:
             handle.capture = f"{len(later)} tensors copied while the loop goes on"
