@@ -6,10 +6,11 @@ The only module that knows DCP's classes. Source of the form: ``torch/distribute
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import pickletools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,7 +44,10 @@ def metadata(items: Iterable[Item]) -> bytes:
     Joined from the pickles of one object of each kind: making and pickling the objects of 100,000
     tensors would take a trainer's first save seconds.
     """
-    memo = _Memo()
+    # What is shared must stand in the pickle before it is referred to. Keys and forms are written
+    # out in the first dictionary; what the last one has of its own, in the last.
+    numbers = itertools.count(_FIRST)
+    memo, own = _Memo(numbers), _Memo(numbers)
     described, paths, stored = list[bytes](), list[bytes](), list[bytes]()
     taken: dict[str, tuple[str | int, ...]] = {}
     for item in items:
@@ -54,12 +58,12 @@ def metadata(items: Iterable[Item]) -> bytes:
             taken[key] = parts
             described += memo.text(key), memo.shared(_form(item.dtype, item.shape))
             paths += memo.text(key), _opcodes(parts)
-            before, after = memo.cut(_index(len(item.shape) if item.dtype else None))
+            before, after = own.cut(_index(len(item.shape) if item.dtype else None))
             stored += before, memo.text(key), after
-            before, between, then, after = memo.cut(_storage())
-            stored += before, memo.text(item.file), between, int_op(item.offset)
+            before, between, then, after = own.cut(_storage())
+            stored += before, own.text(item.file), between, int_op(item.offset)
             stored += then, int_op(item.nbytes), after
-    head, *tails = memo.cut(_metadata())
+    head, *tails = map(b"".join, _metadata())
     dicts = (b"}(" + b"".join(body) + b"u" for body in (described, paths, stored))
     return b"\x80\x02" + head + b"".join(map(b"".join, zip(dicts, tails, strict=True))) + b"."
 
@@ -67,7 +71,8 @@ def metadata(items: Iterable[Item]) -> bytes:
 class _Memo:
     """What occurs often in a pickle is written out once, and then taken from the unpickler's memo."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
         self._gets: dict[bytes, bytes] = {}
         self._cuts: dict[_Cut, tuple[bytes, ...]] = {}
 
@@ -78,7 +83,7 @@ class _Memo:
         """`opcodes`, which make one object, or what gets it from the memo."""
         if opcodes in self._gets:
             return self._gets[opcodes]
-        number = struct.pack("<I", _FIRST + len(self._gets))
+        number = struct.pack("<I", next(self._numbers))
         self._gets[opcodes] = b"j" + number  # LONG_BINGET
         return opcodes + b"r" + number  # LONG_BINPUT
 

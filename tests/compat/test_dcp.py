@@ -482,6 +482,20 @@ def test_a_hostile_pickle_among_the_values_is_never_run(
     assert not ran()
 
 
+def test_keys_may_be_the_names_that_the_metadata_itself_uses(run: Path) -> None:
+    """What occurs often is there once in the pickle, and must be there before it is referred to."""
+    names = [
+        "first", "fqn", "index", "offset", "relative_path", "length", "transform_descriptors",
+        "__0_0.distcp", "state_dict_metadata", "planner_data", "storage_data", "storage_meta",
+        "properties", "size", "chunks", "offsets", "sizes", "torch.strided", "version",
+    ]  # fmt: skip
+    state = {name: torch.full((3,), float(number)) for number, name in enumerate(names)}
+    with ce.Engine(run) as engine:
+        path = engine.save(state).path
+    found = by_dcp(path, emptied(state))
+    assert all(torch.equal(found[name], state[name]) for name in names)
+
+
 def test_metadata_is_what_dcp_itself_would_pickle() -> None:
     from torch.distributed.checkpoint import metadata as dcp_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo
