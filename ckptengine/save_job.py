@@ -175,7 +175,7 @@ def _save(job: Job, plan: PlanBlob, reuse: Reuse | None) -> None:
         stage.discard()
         raise
     committed = time.monotonic()
-    marked = reuse is not None and chunks.mark(reuse, path)
+    marked = chunks.mark(path)
     job.send(
         {
             "committed": path,
@@ -208,12 +208,12 @@ class _ChunkFiles:
         for number, (layout, tiling) in enumerate(zip(layouts, self._plan.tilings, strict=True)):
             sums = Sums(self._job.image, layout, tiling, hashed=self._reuse is not None)
             # The first file is of what is expected to change: it need not wait for its hash.
-            if number and self._reuse is not None:
+            if number:
                 seen = 0
                 for end in sums.take(self._await_captured):
                     self._progress(end - seen)
                     seen = end
-                if not self._share(layout, sums, self._reuse):
+                if not self._share(layout, sums):
                     self._write(layout, [layout.nbytes])
             else:
                 self._write(layout, sums.take(self._await_captured))
@@ -222,9 +222,12 @@ class _ChunkFiles:
             self._sums.append(sums)
         self._await_captured(self._plan.layout.nbytes)
 
-    def mark(self, reuse: Reuse, path: str) -> bool:
+    def mark(self, path: str) -> bool:
         """After the commit at `path`: notes what may be shared with the next checkpoint, and tells
         the trainer, in the image, which tensors did not change. False where that is not known."""
+        reuse = self._reuse
+        if reuse is None:
+            return False
         layout, structure = self._plan.layout, self._job.request["structure"]
         digests = {n: digest for sums in self._sums for n, digest in sums.digests.items()}
         marks = reuse.unchanged(structure, digests, layout.tensors)
@@ -239,8 +242,10 @@ class _ChunkFiles:
         with local.store_errors(f"writing {layout.nbytes} bytes to", path):
             direct.write_file(path, self._job.image, layout, final, self._progress)
 
-    def _share(self, layout: FileLayout, sums: Sums, reuse: Reuse) -> bool:
-        source = reuse.find(sums, self._job.image, layout, self._progress)
+    def _share(self, layout: FileLayout, sums: Sums) -> bool:
+        if self._reuse is None:
+            return False
+        source = self._reuse.find(sums, self._job.image, layout, self._progress)
         if source is None or not self._stage.share(layout.name, source):
             return False
         self.nbytes_shared += layout.nbytes

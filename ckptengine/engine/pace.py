@@ -16,7 +16,8 @@ _SMALL = 64 << 20
 
 class Pace:
     """Measures copies alone and beside the writing, in the first saves whose memory is warm, and then
-    keeps to what was better for the loop. Without `measure`, they are alone."""
+    takes what was better for the loop by the last measurements of each. Without `measure`, copies
+    are alone."""
 
     def __init__(self, measure: bool) -> None:
         self._measure = measure

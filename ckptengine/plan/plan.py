@@ -67,7 +67,6 @@ def make_plan(
     items: dict[int, torch_dist.Item] = {}
     pieces: list[tuple[int, bytes]] = []
     files: list[FileLayout] = []
-    sizes: list[index.FileSize] = []
     paths: dict[tuple[str, int], list[codec.Path]] = {}
     for leaf in tree.leaves(node, rank):
         paths.setdefault((leaf.kind, leaf.number), []).append(leaf.path)
@@ -80,24 +79,16 @@ def make_plan(
             dense = dense_stride(shape, stride)
             phase = file.nbytes % frame.alignment(nbytes)
             rendered = frame.tensor_frame(dtype, shape, dense, nbytes, phase)
-            at = file.nbytes
-            offset = file.add(rendered, tensor)
+            offset = file.add(rendered, tensor, paths["t", tensor], dtype, shape)
             tensors[tensor] = number, TensorPlace(start + offset, nbytes, dtype, shape, dense)
-            items[tensor] = torch_dist.Item(
-                tuple(paths["t", tensor]), file.name, at, rendered.nbytes, dtype, shape
-            )
         for value, raw in enumerate(pickles if number == 0 else ()):
             capacity = max(64, 1 << (len(raw) - 1).bit_length())
             rendered = frame.value_frame(capacity, file.nbytes % frame.ALIGN_SMALL)
-            at = file.nbytes
-            offset = file.add(rendered, len(specs) + value)
+            offset = file.add(rendered, len(specs) + value, paths["v", value])
             values.append(ValuePlace(offset, capacity))
-            items[len(specs) + value] = torch_dist.Item(
-                tuple(paths["v", value]), file.name, at, rendered.nbytes
-            )
         pieces += file.pieces
+        items |= file.items
         files.append(FileLayout(file.name, start, file.nbytes, tuple(file.chunks)))
-        sizes.append(index.FileSize(file.name, file.nbytes))
         start += _pages(file.nbytes)
 
     numbers = range(len(specs))
@@ -113,7 +104,7 @@ def make_plan(
         index_frame=index.static_frame(
             rank,
             node,
-            sizes,
+            [index.FileSize(file.name, file.nbytes) for file in files],
             [
                 index.TensorEntry(
                     place.dtype,
@@ -137,10 +128,18 @@ class _File:
         self.name = name
         self.pieces: list[tuple[int, bytes]] = []  # by arena offset
         self.chunks: list[Chunk] = []
+        self.items: dict[int, torch_dist.Item] = {}  # by number, as chunks have them
         self.nbytes = 0
         self._start = start  # its own arena offset
 
-    def add(self, rendered: frame.Frame, number: int) -> int:
+    def add(
+        self,
+        rendered: frame.Frame,
+        number: int,
+        paths: Sequence[codec.Path],
+        dtype: str | None = None,
+        shape: tuple[int, ...] = (),
+    ) -> int:
         """Puts a frame at the file's end and returns its payload's offset in the file."""
         at, pad = self.nbytes, -rendered.nbytes % frame.ALIGN_SMALL
         self.pieces += [(self._start + at + offset, raw) for offset, raw in rendered.pieces]
@@ -150,6 +149,9 @@ class _File:
         if payload.nbytes:
             crc_at = (at + payload.crc_at[0], at + payload.crc_at[1])
             self.chunks.append(Chunk(at + payload.offset, payload.nbytes, crc_at, number))
+        self.items[number] = torch_dist.Item(
+            tuple(paths), self.name, at, rendered.nbytes, dtype, shape
+        )
         self.nbytes += rendered.nbytes + pad
         return at + payload.offset
 

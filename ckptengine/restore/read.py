@@ -186,13 +186,7 @@ def _read_run(run: list[_Piece], verify: bool, buffer: bytearray) -> list[tuple[
     start = run[0].part.offset
     nbytes = run[-1].part.offset + run[-1].part.nbytes - start
     view = memoryview(buffer)[:nbytes]
-    got = 0
-    while got < nbytes:
-        with local.store_errors("reading", run[0].file):
-            count = os.preadv(run[0].fd, [view[got:]], start + got)
-        if not count:
-            break
-        got += count
+    got = _fill(view, run[0], start)
     base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     bad = []
     for piece in run:
@@ -208,17 +202,25 @@ def _read_run(run: list[_Piece], verify: bool, buffer: bytearray) -> list[tuple[
 
 
 def _read(piece: _Piece, verify: bool) -> str | None:
-    nbytes = piece.part.nbytes
-    view = memoryview((ctypes.c_char * nbytes).from_address(piece.address)).cast("B")
-    at = crc = 0
-    while at < nbytes:
-        with local.store_errors("reading", piece.file):
-            count = os.preadv(piece.fd, [view[at : at + _BLOCK]], piece.part.offset + at)
-        if not count:
+    """Reads a piece straight into its memory. Returns what is wrong with it."""
+    view = memoryview((ctypes.c_char * piece.part.nbytes).from_address(piece.address)).cast("B")
+    crc = 0
+    for start in range(0, piece.part.nbytes, _BLOCK):
+        block = view[start : start + _BLOCK]
+        if _fill(block, piece, piece.part.offset + start) < len(block):
             return "the file ends"
         if verify:
-            crc = crc32(view[at : at + count], crc)
-        at += count
-    if verify and crc != piece.part.crc:
-        return "a wrong checksum"
-    return None
+            crc = crc32(block, crc)
+    return "a wrong checksum" if verify and crc != piece.part.crc else None
+
+
+def _fill(view: memoryview, piece: _Piece, offset: int) -> int:
+    """Reads into all of `view` from the piece's file; returns the bytes read, fewer at its end."""
+    got = 0
+    while got < len(view):
+        with local.store_errors("reading", piece.file):
+            count = os.preadv(piece.fd, [view[got:]], offset + got)
+        if not count:
+            break
+        got += count
+    return got
