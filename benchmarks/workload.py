@@ -26,6 +26,14 @@ class Figure:
     cost: bool = False  # a multiple of the limit, where others are a share of its speed
 
 
+# What several workloads show alike.
+STALL = Figure("stall", "stall of the call, trainer idle", COPY, cost=True)
+DURABLE = Figure("durable", "time to durable, trainer idle", WRITE)
+RESTORE_WARM = Figure("restore warm", "restore, page cache warm", WARM)
+RESTORE_COLD = Figure("restore cold", "restore, page cache cold", COLD)
+CPU = Figure("cpu", "CPU of background work")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the command line chose."""

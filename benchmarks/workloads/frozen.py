@@ -20,7 +20,16 @@ from ..contenders import ALL, CkptEngine, Contender
 from ..harness import Turn
 from ..racer import Racer
 from ..trainer import State, Trainer, blank_like, weights
-from ..workload import COPY, WARM, WRITE, Figure, Race, Settings, Workload
+from ..workload import (
+    CPU,
+    DURABLE,
+    RESTORE_WARM,
+    STALL,
+    Figure,
+    Race,
+    Settings,
+    Workload,
+)
 
 _TRAINED = 0.05  # share of the bytes
 _LEARNING = 3  # saves before the first one counts: what does not change shows only over several
@@ -114,10 +123,10 @@ WORKLOAD = Workload(
     figures=(
         Figure("new bytes", "bytes of new files", unit="x the bytes changed"),
         Figure("disk writes", "bytes sent to the disk", unit="x the bytes changed"),
-        Figure("stall", "stall of the call, trainer idle", COPY, cost=True),
-        Figure("durable", "time to durable, trainer idle", WRITE),
-        Figure("cpu", "CPU of background work"),
-        Figure("restore warm", "restore, page cache warm", WARM),
+        STALL,
+        DURABLE,
+        CPU,
+        RESTORE_WARM,
     ),
     contenders=_DEFAULT,
     optional=tuple(name for name in CONTENDERS if name not in _DEFAULT),

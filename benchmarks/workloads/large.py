@@ -19,7 +19,16 @@ from ..contenders import ALL, Contender
 from ..harness import Turn
 from ..racer import Racer
 from ..trainer import State
-from ..workload import COLD, COPY, WARM, WRITE, Figure, Race, Settings, Workload
+from ..workload import (
+    COPY,
+    RESTORE_COLD,
+    RESTORE_WARM,
+    WRITE,
+    Figure,
+    Race,
+    Settings,
+    Workload,
+)
 
 _BLOCK = (
     16 << 20
@@ -96,8 +105,8 @@ WORKLOAD = Workload(
         Figure("stall", "stall of the second save", COPY, cost=True),
         Figure("first durable", "time to durable, first save", WRITE),
         Figure("durable", "time to durable, second save", WRITE),
-        Figure("restore warm", "restore, page cache warm", WARM),
-        Figure("restore cold", "restore, page cache cold", COLD),
+        RESTORE_WARM,
+        RESTORE_COLD,
     ),
     contenders=_FITTING,
     optional=tuple(name for name in ALL if name not in _FITTING),

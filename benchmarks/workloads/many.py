@@ -20,7 +20,16 @@ from ..contenders import ALL
 from ..harness import Turn
 from ..racer import Racer
 from ..trainer import State, blank_like, tensors
-from ..workload import COPY, WARM, WRITE, Figure, Race, Settings, Workload
+from ..workload import (
+    CPU,
+    DURABLE,
+    RESTORE_WARM,
+    STALL,
+    Figure,
+    Race,
+    Settings,
+    Workload,
+)
 
 _LEAST, _MOST = 16, 1024  # elements of a tensor
 _PARTS = ("attention.query", "attention.key", "attention.value", "attention.out", "norm")
@@ -92,11 +101,11 @@ _PEERS = (
 WORKLOAD = Workload(
     name="many",
     figures=(
-        Figure("stall", "stall of the call, trainer idle", COPY, cost=True),
+        STALL,
         Figure("stall per tensor", "stall of the call beyond its bytes", unit="µs per tensor"),
-        Figure("durable", "time to durable, trainer idle", WRITE),
-        Figure("cpu", "CPU of background work"),
-        Figure("restore warm", "restore, page cache warm", WARM),
+        DURABLE,
+        CPU,
+        RESTORE_WARM,
     ),
     contenders=("ckptengine", *_PEERS),
     optional=tuple(name for name in ALL if name not in _PEERS),

@@ -26,7 +26,18 @@ from ..contenders import ALL, Contender, Nothing
 from ..harness import Turn
 from ..racer import Racer
 from ..trainer import State, Trainer, blank_like, differing, overwrite
-from ..workload import COLD, COPY, WARM, WRITE, Figure, Race, Settings, Workload
+from ..workload import (
+    COPY,
+    DURABLE,
+    RESTORE_COLD,
+    RESTORE_WARM,
+    STALL,
+    WRITE,
+    Figure,
+    Race,
+    Settings,
+    Workload,
+)
 
 _TAIL = 2  # steps after the save is durable that still count as affected
 _POLL = 0.01
@@ -180,12 +191,12 @@ def _prepare(settings: Settings) -> Race:
 WORKLOAD = Workload(
     name="save_restore",
     figures=(
-        Figure("stall", "stall of the call, trainer idle", COPY, cost=True),
+        STALL,
         Figure("cost", "cost of a save to a busy loop", COPY, cost=True),
-        Figure("durable", "time to durable, trainer idle", WRITE),
+        DURABLE,
         Figure("durable busy", "time to durable, all cores busy", WRITE),
-        Figure("restore warm", "restore, page cache warm", WARM),
-        Figure("restore cold", "restore, page cache cold", COLD),
+        RESTORE_WARM,
+        RESTORE_COLD,
         Figure("cpu per GB", "CPU of background work", unit="s per GB"),
     ),
     contenders=tuple(ALL),
