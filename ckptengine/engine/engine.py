@@ -443,8 +443,9 @@ class Engine:
             if not fits:
                 learned.begin(collected, self._repository, self._restored)
             learned.learn()
-        apart = learned.apart if learned else ()
-        if plan is None or not fits or plan.apart is not apart:
+            fits = fits and plan is not None and plan.apart is learned.apart
+        if plan is None or not fits:
+            apart = learned.apart if learned is not None else ()
             plan, old = make_plan(collected.tree, *found, apart=apart), self._plan_memory
             memory = PlanMemory(save_job.pack_plan(plan.layout, plan.metadata, plan.index_frame))
             # Together: what fails or interrupts above must not leave one without the other.

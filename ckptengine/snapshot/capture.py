@@ -24,7 +24,8 @@ class Capture:
 
     `later`: numbers of tensors that may be copied while the trainer goes on, until `fence`. Without
     any, all is copied when the constructor returns, and the caller may change whatever it likes.
-    `announce`: whether the persister is told how far the copy is, or only of its end.
+    `announce`: whether the persister is told how far the copy is while the caller waits for it, or
+    only of its end.
     """
 
     def __init__(
@@ -51,7 +52,6 @@ class Capture:
             self._finish()
             return
         self._copy(arena.batches(later), announce=False)
-        self._announce = announce
         self._later = sorted(later)
         self._versions = [tensors[number]._version for number in self._later]
         self._thread = threading.Thread(target=self._copy_later, name="ckptengine-capture")
@@ -75,7 +75,7 @@ class Capture:
     def _copy_later(self) -> None:
         try:
             others = frozenset(range(len(self._tensors))) - frozenset(self._later)
-            self._copy(self._arena.batches(others), self._announce)
+            self._copy(self._arena.batches(others), announce=True)
             self._changed = [
                 number
                 for number, version in zip(self._later, self._versions, strict=True)
